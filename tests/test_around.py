@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import roam
+from roam.state.global_flags import KernelSwitches, Switches
 from training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -604,6 +605,86 @@ def test_a_mode_inside_of_the_step_is_captured() -> None:
             return train(net, optimizer, x)
 
     check(lambda my: None, False, step)
+
+
+@contextmanager
+def _set(write: Callable[[Any], Any], value: Any, back: Any) -> Iterator[None]:
+    write(value)
+    yield
+    write(back)
+
+
+def _mkldnn(value: bool) -> None:
+    torch.backends.mkldnn.enabled = value
+
+
+SWITCHED_INSIDE: list[Callable[[], AbstractContextManager[Any]]] = [
+    lambda: torch.backends.mkldnn.flags(enabled=False),
+    lambda: _set(_mkldnn, False, True),
+    lambda: _set(torch.set_num_threads, 2, 1),
+    lambda: _set(torch.set_float32_matmul_precision, "medium", "highest"),
+    lambda: _set(torch.use_deterministic_algorithms, True, False),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("switched", SWITCHED_INSIDE)
+def test_operators_under_a_switch_that_the_step_sets_for_them_are_refused(
+    switched: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    my = make()
+
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        with switched():
+            y = x @ x.t()
+        return train(net, optimizer, x) + y.sum()
+
+    switches = Switches()
+    with pytest.raises(roam.CaptureError, match="around the call of the step") as refusal:
+        roam.compile(step)(my.net, my.optimizer, torch.randn(4, 16))
+    assert refusal.value.code == "moved"
+    assert refusal.value.operator == "aten.mm.default"
+    assert switches.moved() is None
+
+
+def test_a_switch_in_the_backward_pass_is_noticed() -> None:
+    my = make()
+    handle = my.net[1].register_full_backward_hook(lambda *_: torch.set_num_threads(2))
+
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = train(net, optimizer, x)
+        torch.set_num_threads(1)
+        return loss
+
+    with pytest.raises(roam.CaptureError, match="number of threads changed from 1 to 2"):
+        roam.compile(step)(my.net, my.optimizer, torch.randn(4, 16))
+    assert torch.get_num_threads() == 1
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_switches_inside_of_the_step_that_change_no_kernel_of_it_are_captured() -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.set_num_threads(1)  # as it is
+        with torch.backends.mkldnn.flags(enabled=False):
+            y = x.view(4, 2, 1, 8).transpose(0, 1)  # nothing is computed
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            y = nn.functional.scaled_dot_product_attention(y, y, y)
+        with torch.backends.cudnn.flags(enabled=False):  # asked on CUDA only
+            return train(net, optimizer, x + y.mean())
+
+    check(lambda my: None, False, step)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("name", ["aten::convolution", "aten::_ctc_loss"])
+def test_cudnn_is_asked_by_convolutions_on_cuda(name: str) -> None:
+    switches = KernelSwitches()
+    with roam.fake("cuda"):
+        on_cuda = [torch.empty(2)]
+    with torch.backends.cudnn.flags(enabled=False):
+        assert (switches.moved(name, on_cuda) is None) is (name == "aten::_ctc_loss")
+        assert switches.moved(name, [torch.empty(2)]) is None
 
 
 @late_or_not

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import roam
+from roam.capture.tracing.kernel_facts import HIDDEN_MUTATION, facts_of
 from training import TRAININGS, assert_same_bits, plain_step, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -108,6 +109,14 @@ class TestTheGraph:
         )
         names = {graph.tensor(tensor).name for tensor in norm.mutates}
         assert names == {"model.norm.running_mean", "model.norm.running_var"}
+
+    def test_knows_which_statistics_kernels_change_without_saying_so(self) -> None:
+        for kernel, (positions, flag) in HIDDEN_MUTATION.items():
+            names = [argument.name for argument in kernel._schema.arguments]
+            assert [names[place] for place in positions] == ["running_mean", "running_var"], kernel
+            assert flag is None or names[flag] == "training"
+            assert flag is not None or "training" not in names
+            assert facts_of(kernel).mutates
 
     def test_keeps_random_operators_in_sequence(self) -> None:
         graph = roam.capture(plain_step, *parts())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from roam.program.ir import Call, Program, Source, TensorMeta
 from roam.runtime import runner
+from roam.runtime.cuda_graph import OnCuda
 from steps import batches
 from training import assert_same_bits, tensors_and_numbers
 
@@ -53,6 +56,23 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "OnCuda", Recorded)
     monkeypatch.setattr(sys.modules["roam.runtime.compile"], "refuse_graph", lambda *_: None)
     monkeypatch.setattr(Recorded, "recordings", 0)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_devices_own_generators_are_put_back_and_not_given_to_graphs(
+    is_random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tuple(SimpleNamespace(device=torch.device("cuda", index)) for index in range(3))
+    given = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "default_generators", own)
+    devices = [torch.device("cuda", 1), torch.device("cpu")]
+    program = Program([
+        Call(torch.rand, (), {}, (place,), False, "forward", Source(), random=is_random)
+        for place in range(2)
+    ], [TensorMeta((4,), (1,), 0, torch.float32, device, 0) for device in devices])  # fmt: skip
+    found = list(runner._generators(program))
+    assert found == [torch.default_generator, *(own[1:2] if is_random else ())]
+    assert OnCuda(devices[0], [*found, given])._generators == [given]  # type: ignore[list-item]
 
 
 def script(wrap: Callable[[Any], Any], between: Callable[[int, Any, Any], Any]) -> list[Any]:

@@ -44,6 +44,27 @@ def hastened(step: Any, names: set[str]) -> tuple[Any, list[Any]]:
     return call, runners
 
 
+def test_a_kernel_without_proof_draws_once_from_the_users_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "is_proven", lambda device: False)
+
+    def step(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        mask = torch.bernoulli(weight.sigmoid(), generator=generator)
+        weight.add_(mask.mul(0.1).mean())
+        return mask.sum()
+
+    outcomes = []
+    for wrap in (lambda step: step, lambda step: roam.compile(step, pool=True)):
+        weight, generator = torch.linspace(-1, 1, 512), torch.Generator().manual_seed(3)
+        compiled = wrap(step)
+        results = [compiled(weight, generator) for _ in range(3)]
+        outcomes.append([*results, weight, generator.get_state()])
+    assert_same_bits(*outcomes)
+    kernels = [placed for placed in compiled._last._executor.bindings.placed if placed is not None]
+    assert kernels
+
+
 @pytest.mark.parametrize("pool", [True, False])
 def test_a_kernel_without_proof_is_compared_and_replaced(
     pool: bool, monkeypatch: pytest.MonkeyPatch

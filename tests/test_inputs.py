@@ -3,13 +3,17 @@ another way than at capture, however few it looks at."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roam.program.ir import Program, TensorMeta
+import roam
+from roam.program.ir import Call, Program, Source, TensorMeta
 from roam.runtime.inputs import Inputs
 from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING
@@ -18,6 +22,7 @@ from roam.state.references import (
     OptimizerReference,
     PlaceReference,
 )
+from training import assert_same_bits
 
 KEPT, GIVEN = 4, 3
 
@@ -76,6 +81,68 @@ def test_memory_that_an_argument_shares_with_a_parameter_in_its_middle() -> None
     assert inputs.share_as_captured(apart)
     assert inputs.share_as_captured(apart)
     assert not inputs.share_as_captured([*apart[:KEPT], whole[:4], *apart[KEPT + 1 :]])
+
+
+def changing(places: list[int], holder: dict[str, Any]) -> Inputs:
+    """Of a program whose inputs are all apart, and which writes to some of them."""
+    made = program(list(range(KEPT + GIVEN)), holder)
+    made.calls.append(
+        Call(torch.ops.aten.zero_.default, (), {}, (), False, "forward", Source(), tuple(places))
+    )
+    return Inputs(made)
+
+
+@given(
+    storages_of(0, 24, KEPT + GIVEN), storages_of(1, 6, KEPT + GIVEN), st.sets(st.integers(0, 6))
+)
+def test_storages_that_lie_over_each_other(
+    starts: list[int], sizes: list[int], changed: set[int]
+) -> None:
+    buffer = np.zeros(32, dtype=np.float32)
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    pairs = {
+        (one, other)
+        for one, other in combinations(range(KEPT + GIVEN), 2)
+        if starts[one] < ends[other] and starts[other] < ends[one]
+    }
+    pairs = {pair for pair in pairs if not changed.isdisjoint(pair)}
+    over = [torch.from_numpy(buffer[start:end]) for start, end in zip(starts, ends, strict=True)]
+    apart = [torch.zeros(4) for _ in over]
+    inputs = changing(sorted(changed), {})
+    assert inputs.share_as_captured(over) is (not pairs)
+    found = inputs.overlap(over)
+    assert (found is None) is (not pairs)
+    assert found is None or tuple(sorted(found)) in pairs
+    assert inputs.share_as_captured(apart)
+    # From here on fewer are looked at.
+    mixed = [*apart[:KEPT], *over[KEPT:]]
+    assert inputs.share_as_captured(mixed) is all(pair[0] < KEPT for pair in pairs)
+    later = changing(sorted(changed), {})
+    if later.share_as_captured([*over[:KEPT], *apart[KEPT:]]):
+        assert later.share_as_captured(over) is (not pairs)
+
+
+def test_two_tensors_of_one_array_are_refused_if_the_step_writes_to_them() -> None:
+    def step(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        q = p * 2
+        v = p * q.sum()
+        a.add_(v.abs().mean())
+        return (q * b).sum()
+
+    array, p = np.ones((16, 1), dtype=np.float32), torch.randn(16, 64)
+    a, b = torch.from_numpy(array), torch.from_numpy(array)
+    with pytest.raises(roam.ExecutionError, match="same memory") as e:
+        roam.compile(step)(a, b, p)
+    assert e.value.code == "sharing"
+    assert (array == 1).all()
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        a = torch.ones(16, 1)
+        compiled = wrap(step)
+        outcomes.append([compiled(a, a, p) for _ in range(2)] + [a])
+    assert_same_bits(*outcomes)
+    reads = roam.compile(lambda a, b: (a * b).sum())
+    assert reads(torch.from_numpy(array), torch.from_numpy(array)) == 16
 
 
 def test_what_is_no_tensor_any_more_is_noticed() -> None:

@@ -153,6 +153,28 @@ def test_evaluation_has_the_limit_too(choices: list[Choice]) -> None:
     assert choice.memory_limit_bytes == 2**30
 
 
+def test_copies_of_changed_arguments_in_the_first_run_count(choices: list[Choice]) -> None:
+    def update(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.sub_(gradient, alpha=0.1)
+
+    def first_run(memory: int) -> int:
+        torch._dynamo.reset()
+        weight, gradient = torch.ones(2**18), torch.ones(2**18)
+        compiled = torch.compile(update, backend=backend, options={"memory": memory})
+        with torch.no_grad():
+            peak_bytes: int = measure_peak(lambda: compiled(weight, gradient)).peak_bytes
+        assert weight.eq(0.9).all()
+        return peak_bytes
+
+    taken_bytes = first_run(2**30)
+    (choice,) = choices
+    assert choice.checks_bytes >= 2**20
+    assert 2**20 <= taken_bytes <= choice.total_bytes - 2**21 + choice.checks_bytes + 2**16
+    with pytest.raises(Exception, match="checks of a plan's first run take"):
+        first_run(choice.total_bytes + 2**20 - 1)
+    first_run(choice.total_bytes + choice.checks_bytes)
+
+
 @pytest.mark.parametrize("memory", ["12 GiBs", 0, True, "0%", "", 1.5])
 def test_nonsense_is_refused(memory: Any) -> None:
     with pytest.raises(Exception, match="memory must be"):

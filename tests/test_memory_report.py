@@ -180,6 +180,34 @@ def test_a_step_tells_its_memory(pool: bool | None, keep_grads: bool) -> None:
     assert step.memory() == memory
 
 
+@pytest.mark.parametrize("pool", [None, False, True])
+def test_a_loss_whose_logarithms_leave_the_step_takes_no_more_than_planned(
+    pool: bool | None,
+) -> None:
+    def train_step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        logarithms = torch.nn.functional.log_softmax(model(x), -1)
+        loss = torch.nn.functional.nll_loss(logarithms, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), logarithms.detach()
+
+    outcomes = []
+    for wrap in (lambda step: step, lambda step: roam.compile(step, pool=pool)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 4000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, x, y = wrap(train_step), torch.randn(64, 16), torch.randint(4000, (64,))
+        results = [step(model, optimizer, x, y) for _ in range(2)]
+        outcomes.append(tensors_and_numbers([results, model.state_dict()]))
+    assert_same_bits(*outcomes)
+    del results, outcomes
+    step.measured(model, optimizer, x, y)
+    memory = step.memory()
+    assert memory.measured_bytes is not None
+    assert memory.measured_bytes <= memory.total_bytes * (1 + CLOSE)
+
+
 def test_measured_steps_are_steps_as_ever() -> None:
     outcomes = []
     for calls in (("eager",) * 4, ("measured", "measured_eagerly", "measured_eagerly", "measured")):

@@ -703,6 +703,59 @@ class Formed(torch.nn.Module):
         return self.second(self.form(self.first(x), self.weight))
 
 
+@pytest.mark.parametrize("pool", [None, True])
+def test_a_kernel_that_is_given_a_tensor_twice_does_not_write_over_it(pool: bool | None) -> None:
+    order, size = torch.randperm(256), 256
+
+    def step(weight: torch.Tensor) -> Any:
+        h = weight * 2
+        h = torch.scatter_reduce(h, 0, order.expand(size, size), h, reduce="sum")
+        h = h.index_put((order,), h)
+        places = (weight > 0).long() * 7
+        places = places.gather(0, places)
+        solved = weight[:64, :64] + 64 * torch.eye(64)
+        solved = torch.linalg.solve_ex(solved, solved).result
+        solved = torch.linalg.solve_triangular(solved, solved, upper=True)
+        weight.add_(h.mean())
+        return h.sum(), places.sum(), solved.sum()
+
+    outcomes = []
+    for wrap in (lambda step: step, functools.partial(roam.compile, pool=pool, poison=True)):
+        torch.manual_seed(0)
+        weight, compiled = torch.randn(size, size), wrap(step)
+        outcomes.append(tensors_and_numbers([compiled(weight) for _ in range(3)], weight))
+    assert_same_bits(*outcomes)
+
+
+def test_deterministic_mode_fills_what_has_no_values_yet() -> None:
+    def step(weight: torch.Tensor) -> Any:
+        y = weight * 2
+        made = [
+            torch.empty(64, 64),
+            torch.empty_like(y),
+            torch.empty_like(y, dtype=torch.int64),
+            y.new_empty(64, 64, dtype=torch.bool),
+            y.new_empty_strided((64, 64), (1, 64)),
+            torch.empty_strided((64, 64), (1, 64), dtype=torch.complex64),
+            torch.empty_permuted((64, 64), (1, 0), dtype=torch.bfloat16),
+        ]
+        for tensor in made:
+            tensor[:32] = y[:32]
+        weight.add_(y.mean())
+        return [tensor.clone() for tensor in made], torch.isnan(made[0] * 2).sum()
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        outcomes = []
+        for wrap in (lambda step: step, pooled):
+            weight, compiled = torch.ones(64, 64), wrap(step)
+            outcomes.append(tensors_and_numbers([compiled(weight) for _ in range(3)], weight))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits(*outcomes)
+    assert compiled.memory().pool_bytes > 0
+
+
 @pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in forms()])
 def test_tensors_of_every_form(form: Callable[..., Any]) -> None:
     def script(wrap):

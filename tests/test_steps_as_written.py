@@ -34,6 +34,18 @@ class TestStepsAsUsersWriteThem:
 
         both(script)
 
+    def test_statistics_whose_results_nothing_uses(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                loss = plain_step(model, optimizer, x, y)
+                torch.batch_norm_update_stats(x, mean, var, 0.1)
+                return loss, mean + 0, var + 0
+
+            mean, var = torch.zeros(6), torch.ones(6)
+            return step
+
+        self.check(make)
+
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_both_forms_of_zero_grad(self, momentum: float, set_to_none: bool) -> None:

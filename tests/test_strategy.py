@@ -108,6 +108,15 @@ def test_equal_steps_are_planned_once(planned: list[roam.Graph]) -> None:
     assert len(planned) > count
 
 
+def test_steps_without_any_memory_are_planned_for_several_arguments() -> None:
+    same = roam.compile(lambda x: x)
+    assert [same(1), same(2), same("a")] == [1, 2, "a"]
+    filled, empty = torch.ones(2), torch.ones(0)
+    for given in (filled, empty, torch.ones(0, 1), filled):
+        assert same(given) is given
+    assert [same(x).shape for x in (empty, filled)] == [(0,), (2,)]
+
+
 def test_plans_under_a_time_limit_are_not_kept(planned: list[roam.Graph]) -> None:
     roam.compile(train_step, time_limit_s=0)(*perceptron())
     count = len(planned)

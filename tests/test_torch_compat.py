@@ -358,8 +358,24 @@ def _switches() -> bool:
     private.set_fill_uninitialized(not before[2])
     after = private.deterministic_switches()
     private.set_fill_uninitialized(before[2])
-    libraries = private.kernel_library_switches()
-    return after == (*before[:2], not before[2]) and len(libraries) == 8
+    return after == (*before[:2], not before[2])
+
+
+def _kernel_libraries() -> bool:
+    before = private.kernel_library_switches()
+    assert len(before) == 8
+    private.set_kernel_libraries((not before[0], *before[1:4], not before[4], *before[5:]))
+    after = private.kernel_library_switches()
+    private.set_kernel_libraries(before)
+    return after == (not before[0], *before[1:4], not before[4], *before[5:])
+
+
+def _precisions() -> bool:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    after = [private.float32_precisions(library)[0] for library in ("mkldnn", "cuda")]
+    torch.set_float32_matmul_precision(before)
+    return after == ["bf16", "tf32"]
 
 
 def _hook_tables() -> bool:
@@ -1302,6 +1318,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "engine_will_run": _will_run,
     "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
+    "float32_precisions": _precisions,
     "foreach_types": _foreach,
     "frame_evaluation": _compiled_code,
     "forget_layouts": _in_group(_forgets_layouts),
@@ -1330,7 +1347,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,
-    "kernel_library_switches": _switches,
+    "kernel_library_switches": _kernel_libraries,
     "mark_parameter": _marks,
     "may_compile": _limits,
     "neg_view": _negates,
@@ -1378,6 +1395,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "set_fill_uninitialized": _switches,
     "set_flat_weights": _flat_weights,
     "set_grad_enabled": _grad_mode,
+    "set_kernel_libraries": _kernel_libraries,
     "set_step_called": _steps,
     "start_allocator_events": _events,
     "stop_allocator_events": _events,

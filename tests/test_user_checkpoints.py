@@ -208,6 +208,46 @@ def test_draws_are_one_where_the_state_is(state: str, draws: int) -> None:
     assert_same_bits(*outcomes)
 
 
+class Attending(torch.nn.Module):
+    """Attention without dropout, which draws nothing, and then dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.enter(x).view(2, 16, 2, 8).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(heads, heads, heads)
+        y = functional.dropout(y.transpose(1, 2).reshape(2, 16, 16), 0.3)
+        return y.tanh() * y
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+def test_attention_without_dropout_leaves_the_state_as_it_is(preserve: bool) -> None:
+    def step(blocks, optimizer, x):
+        optimizer.zero_grad()
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=preserve)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    outcomes = []
+    for wrap in (lambda step: step, functools.partial(roam.compile, memory="64MiB")):
+        torch.manual_seed(0)
+        blocks = torch.nn.ModuleList([Attending(), Attending()])
+        optimizer, x = torch.optim.SGD(blocks.parameters(), lr=0.1), torch.randn(2, 16, 16)
+        run = wrap(step)
+        losses = [run(blocks, optimizer, x) for _ in range(3)]
+        outcomes.append(tensors_and_numbers([losses, blocks.state_dict(), torch.get_rng_state()]))
+    assert_same_bits(*outcomes)
+    found = undone(program_of(step, blocks, optimizer, x))
+    assert found is not None
+    drawn = [call for call in found.program.calls if "bernoulli" in call.name]
+    assert len(drawn) == (2 if preserve else 4)
+
+
 def test_a_value_that_has_changed_since_is_made_again() -> None:
     """The region reads a buffer that the step changes between its runs."""
 

@@ -166,9 +166,11 @@ def _in_place(
             continue
         if _geometry(taken) != _geometry(outputs[number]) or not program.covers(value.slot):
             continue
-        # No other argument of the kernel may be a different view of this memory.
-        others = [meta for meta in inputs if meta.storage == taken.storage]
-        if all(_geometry(meta) == _geometry(taken) for meta in others):
+        # Another argument of the kernel may be the same view of this memory, if the kernel writes
+        # no element before it has read all that it makes the element of.
+        here = [_geometry(meta) for meta in inputs if meta.storage == taken.storage]
+        in_turn = found.rows is not None or torch.Tag.pointwise in call.target.tags
+        if len(here) == 1 or (in_turn and len(set(here)) == 1):
             yield value.slot, slots[number]
 
 

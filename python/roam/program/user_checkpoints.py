@@ -161,7 +161,9 @@ class _Values:
                     creator = program.storages[storage].creator
                     if creator >= 0:
                         self._firsts[self._value[storage]] = storage
-        self._draw(call, key)
+        draws = call.state is not None or self._repeats[index] is None
+        if call.target in (*_READ, *_SET) or (call.random and draws):
+            self._draw(call, key)
 
     def _seen(self, slot: int) -> None:
         meta = self._program.slots[slot]
@@ -221,9 +223,9 @@ class _Values:
             self._generators[_device_of(self._program, call)] = (
                 self._value[self._program.storage_of(given.slot)] if known else self._fresh()
             )
-        elif call.random and key is not None and _draws_plainly(call):
+        elif key is not None and _draws_plainly(call):
             self._generators[_device_of(self._program, call)] = self._numbered(key, "state", 0)
-        elif call.random:  # whatever it draws from
+        else:  # whatever it draws from
             self._generators.clear()
 
     def _state(self, device: Hashable) -> int:

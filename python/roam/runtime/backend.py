@@ -265,6 +265,7 @@ class _Planned:
             time_limit_s=options.time_limit_s,
             earlier=earlier,
             memory=options.memory,
+            undoes=True,
         )
         self.choice = choice
         logger.info("%s: %s", variant.name, choice)

@@ -92,8 +92,14 @@ class Bindings:
         if pooled and not makes and not call.mutates and len(pooled) == len(call.outputs):
             return "view"
         makes_pooled = any(storage in self.offsets for storage in makes)
-        is_written = makes_pooled or any(storage in self.taken for storage in makes)
-        if is_written and self.placed[index] is not None and index not in self.refused:
+        placed = self.placed[index]
+        # Plans reckon with what the placed kernel takes, even where nothing is in the pool.
+        is_written = (
+            makes_pooled
+            or any(storage in self.taken for storage in makes)
+            or (placed is not None and placed.workspace_bytes > 0 and not placed.by_rows)
+        )
+        if is_written and placed is not None and index not in self.refused:
             return "write"
         return "copy_in" if makes_pooled else "call"
 

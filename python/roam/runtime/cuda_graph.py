@@ -52,12 +52,15 @@ class OnCuda:
 
     Args:
         device: where the step runs.
-        generators: the generators, besides the device's own, that calls are given.
+        generators: the generators that calls draw from. PyTorch sees to the devices' own.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device = device
-        self._generators = [one for one in generators if one.device.type == "cuda"]
+        own = list(map(id, torch.cuda.default_generators))
+        self._generators = [
+            one for one in generators if one.device.type == "cuda" and id(one) not in own
+        ]
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()

@@ -240,7 +240,7 @@ class Executor:
                 out.copy_(result)
 
     def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
-        """What the call returns in the ordinary way. The random generator is put back."""
+        """What the call returns in the ordinary way. Random generators are put back."""
         if isinstance(call.target, Load) or call.target.name() in UNINITIALIZED:
             return None
         devices = {
@@ -248,10 +248,18 @@ class Executor:
             for slot in call.outputs
             if slot is not None and (meta := self.program.slots[slot])
         }
+        given = [
+            (value, value.get_state())
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Generator)
+        ]
         with torch.random.fork_rng(
-            [device for device in devices if device.type == "cuda"], enabled=call.random
+            [device for device in devices if device.type == "cuda"],
+            enabled=call.random and not given,
         ):
             result = call.target(*args, **kwargs)
+        for generator, state in given:
+            generator.set_state(state)
         return tuple(result) if call.returns_sequence else (result,)
 
     def failure(self, error: BaseException) -> Failure | None:

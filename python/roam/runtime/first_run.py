@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -36,6 +37,19 @@ def extra_bytes(program: Program, placed: Sequence[Placed | None], device: torch
         default=0,
     )
     return copies_bytes + generator_bytes(device)
+
+
+def copied_bytes(program: Program) -> int:
+    """What copies of all arguments that a program changes take, from which a failed first run is
+    undone in the backend of ``torch.compile``.
+    """
+    changed = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+    metas = [program.slots[slot] for _, slot in program.referenced]
+    return sum(
+        math.prod(meta.shape) * meta.dtype.itemsize
+        for meta in metas
+        if meta is not None and meta.storage in changed
+    )
 
 
 def generator_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ import functools
 import operator
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Inputs:
 
         tensors = [place for place, meta in enumerate(metas) if meta is not None]
         self._numbers = [place for place, meta in enumerate(metas) if meta is None]
+        self._tensors = tensors
         self._sharing = _pattern([meta.storage for meta in metas if meta is not None])
         given = set(places["argument"])
         self._given = [place for place in tensors if place in given]
@@ -67,10 +69,11 @@ class Inputs:
             for place, meta in enumerate(metas)
             if meta is not None and place not in given
         )
-        self._seen: tuple[list[int], list[int], list[int]] | None = None
-        """From the last time that the storages of all inputs were compared, of the tensors that
-        are not arguments: their addresses, those of their storages in ascending order, and their
-        addresses in ascending order."""
+        changed = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+        self._changed = [meta.storage in changed for meta in metas if meta is not None]
+        """For each tensor, whether runs write to its storage."""
+        self._given_changed = [storage in changed for storage in storages]
+        self._seen: _Seen | None = None
 
     def read(self, leaves: list[Any]) -> list[Any]:
         """The inputs of a call with these flattened arguments; of a distributed tensor, this
@@ -86,7 +89,9 @@ class Inputs:
         return [local_of(found[place]) for place in self._places]
 
     def share_as_captured(self, inputs: list[Any]) -> bool:
-        """Whether those inputs that are tensors share storages as they did at capture."""
+        """Whether those inputs that are tensors share storages as they did at capture, and no
+        storage that a run writes to lies over another one.
+        """
         try:
             if self._are_where_they_were(inputs):
                 return True
@@ -95,11 +100,21 @@ class Inputs:
         storages = [value.untyped_storage() for value in inputs if isinstance(value, torch.Tensor)]
         if _pattern(list(map(c_pointer, storages))) != self._sharing:
             return False
+        if _overlap(storages, self._changed) is not None:
+            return False
         kept = [inputs[place] for place in self._kept]
-        addresses = [tensor.data_ptr() for tensor in kept]
-        bases = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        self._seen = addresses, sorted(bases), sorted(addresses)
+        self._seen = _Seen(kept)
         return True
+
+    def overlap(self, inputs: list[Any]) -> tuple[int, int] | None:
+        """Places of two tensors whose storages lie over each other, although a run writes to one;
+        None if there are none.
+        """
+        if not all(isinstance(inputs[place], torch.Tensor) for place in self._tensors):
+            return None
+        storages = [inputs[place].untyped_storage() for place in self._tensors]
+        found = _overlap(storages, self._changed)
+        return None if found is None else (self._tensors[found[0]], self._tensors[found[1]])
 
     def _are_where_they_were(self, inputs: list[Any]) -> bool:
         """Whether all tensors except arguments have the addresses that they had when the storages
@@ -108,24 +123,37 @@ class Inputs:
         """
         if self._seen is None or not self._are_apart:
             return False
-        if [inputs[place].data_ptr() for place in self._kept] != self._seen[0]:
+        if [inputs[place].data_ptr() for place in self._kept] != self._seen.addresses:
             return False
         if any(isinstance(inputs[place], torch.Tensor) for place in self._numbers):
             return False
         given = [inputs[place].untyped_storage() for place in self._given]
-        if any(map(self._may_be_shared, given)):
+        if any(map(self._seen.may_share, given)):
             return False
-        return _pattern(list(map(c_pointer, given))) == self._given_sharing
+        if _pattern(list(map(c_pointer, given))) != self._given_sharing:
+            return False
+        return not any(self._given_changed) or _overlap(given, self._given_changed) is None
 
-    def _may_be_shared(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a tensor that is no argument may lie in an argument's storage."""
-        assert self._seen is not None
-        start, size = storage.data_ptr(), storage.nbytes()
-        for addresses in self._seen[1:]:
-            place = bisect_left(addresses, start)
-            if place < len(addresses) and addresses[place] < start + size:
-                return True
-        return False
+
+class _Seen:
+    """Where tensors lay when the storages of all inputs were last compared.
+
+    Args:
+        tensors: those that are not arguments.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages)
+        self._starts = [start for start, _ in ranges]
+        self._ends = list(accumulate((end for _, end in ranges), max))
+
+    def may_share(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a tensor's storage may be an argument's, or lie over it."""
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        before = bisect_left(self._starts, end)
+        return before > 0 and self._ends[before - 1] > start
 
 
 def _kind(reference: Any) -> str:
@@ -150,3 +178,22 @@ def _pattern(storages: list[int]) -> list[int]:
     """For each storage, the place of the first that is the same."""
     first: dict[int, int] = {}
     return [first.setdefault(storage, place) for place, storage in enumerate(storages)]
+
+
+def _overlap(storages: list[torch.UntypedStorage], changed: list[bool]) -> tuple[int, int] | None:
+    """Places of two different storages that lie over each other, and of which a run writes to at
+    least one; None if there are none.
+    """
+    ranges: dict[int, tuple[int, int, int]] = {}
+    for place, storage in enumerate(storages):
+        start = storage.data_ptr()
+        ranges[c_pointer(storage)] = start, start + storage.nbytes(), place
+    last = last_changed = 0, -1  # the end, and the place, of what reaches farthest
+    for start, end, place in sorted(ranges.values()):
+        before = last if changed[place] else last_changed
+        if start < min(before[0], end):
+            return before[1], place
+        last = max(last, (end, place))
+        if changed[place]:
+            last_changed = max(last_changed, (end, place))
+    return None

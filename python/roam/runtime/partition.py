@@ -23,7 +23,7 @@ from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
 from roam.memory_limit import MemoryLimit
 from roam.runtime.available import known_limit
-from roam.runtime.first_run import extra_bytes, generator_bytes
+from roam.runtime.first_run import copied_bytes, extra_bytes, generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
 
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
@@ -108,7 +108,7 @@ class Partition:
 
     def _check(self, part: Lowered, limit_bytes: int) -> None:
         """Plans a part within the limit, with what the checked first run of its plan takes besides.
-        That run also keeps what a compiled region would free.
+        That run also keeps what a compiled region would free, and copies of what it changes.
 
         Raises:
             PlanError: no plan keeps within the limit.
@@ -116,6 +116,7 @@ class Partition:
         device = torch.device(part.graph.device)
         placed = placed_calls(part.program, device)
         checks_bytes = extra_bytes(part.program, placed, device) + part.saved_bytes
+        checks_bytes += copied_bytes(part.program)
         _planned(part.graph, max(limit_bytes - checks_bytes, 1))
 
     def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:

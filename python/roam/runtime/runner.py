@@ -525,6 +525,14 @@ class Runner:
             if is_view(inputs[place]):
                 raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if not self._inputs.share_as_captured(inputs):
+            if (places := self._inputs.overlap(inputs)) is not None:
+                one, other = (self._references[place].path for place in places)
+                raise ExecutionError(
+                    f"{one} and {other} are tensors with the same memory that PyTorch takes for "
+                    "different ones, as torch.from_numpy and DLPack make them, and the step writes "
+                    "to it; use the same tensor or views of it in both places, or copy one",
+                    code="sharing",
+                )
             raise ExecutionError(
                 "tensors of the step do not share memory as they did at capture; tie or untie "
                 "weights before the first call of the compiled step, or compile it again",
@@ -644,11 +652,17 @@ def _skipped(program: Program, numbers: list[Any]) -> set[int]:
 
 
 def _generators(program: Program) -> Iterator[torch.Generator]:
-    """PyTorch's own random generator, and those that calls are given."""
+    """PyTorch's own random generators that calls may draw from, and those that calls are given."""
     given = {
         id(value): value for call in program.calls for value in (*call.args, *call.kwargs.values())
     }
     yield torch.default_generator
+    if any(call.random for call in program.calls):
+        devices = {meta.device for meta in program.slots if meta is not None}
+        used = {device.index or 0 for device in devices if device.type == "cuda"}
+        for index, generator in enumerate(torch.cuda.default_generators):
+            if index in used:
+                yield generator
     yield from (value for value in given.values() if isinstance(value, torch.Generator))
 
 

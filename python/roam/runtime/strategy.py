@@ -40,7 +40,7 @@ from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
-from roam.runtime.first_run import extra_bytes
+from roam.runtime.first_run import copied_bytes, extra_bytes
 from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
@@ -248,6 +248,7 @@ def choose(
     memory: MemoryLimit | None = None,
     keep_checkpoints: bool = False,
     offload: Path | None = None,
+    undoes: bool = False,
     timings: Timings | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
@@ -271,6 +272,7 @@ def choose(
         keep_checkpoints: with a limit, whether what the user's `torch.utils.checkpoint` runs again
             is run again as written. If not, the plan chooses what is.
         offload: with a limit, the folder of a file that tensors may be offloaded to.
+        undoes: whether a first run copies all arguments that it changes, to undo a failure.
         timings: what this takes is added to it.
 
     Raises:
@@ -298,7 +300,15 @@ def choose(
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
-                variant, pool, time_limit_s, streams, is_real, keep_checkpoints, offload, timings
+                variant,
+                pool,
+                time_limit_s,
+                streams,
+                is_real,
+                keep_checkpoints,
+                offload,
+                undoes,
+                timings,
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
             enough_bytes = max(enough_bytes, chooser.plain.total_bytes)
@@ -329,6 +339,7 @@ class _Chooser:
         is_real: bool,
         keeps_checkpoints: bool,
         offload: Path | None,
+        undoes: bool,
         timings: Timings,
     ) -> None:
         self._variant = variant
@@ -338,6 +349,7 @@ class _Chooser:
         self._is_real = is_real
         self._keeps_checkpoints = keeps_checkpoints
         self._tier = None if offload is None else Tier.of(offload)
+        self._undoes = undoes
         self._timings = timings
         self._enough_bytes = 0
         self._room_bytes: int | None = None
@@ -374,8 +386,11 @@ class _Chooser:
             lowered=(written, lowering),
         )
         alike = [one for one in searched if _has_same_calls(one.program, program)]
+        size = math.log(max(eager_bytes, 1))
         like = min(
-            alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None
+            alike,
+            key=lambda one: abs(math.log(max(one.eager_bytes, 1)) - size),
+            default=None,
         )
         best = None
         if like is not None and self._streams == 1:
@@ -385,6 +400,8 @@ class _Chooser:
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
         # The checked run holds arguments that later ones free.
         first_bytes = extra_bytes(program, placed, variant.device) + lowering.most_saved_bytes
+        if self._undoes:
+            first_bytes += copied_bytes(program)
         checks_bytes = max(first_bytes, max(asked_bytes, default=0))
         self.plain, self._lowered = replace(best, checks_bytes=checks_bytes), lowering
 

@@ -4,14 +4,21 @@ them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from roam.state.equality import same, show
 from roam.state.global_state import AMBIENT
-from roam.torch_compat.private import set_fill_uninitialized, set_grad_enabled
+from roam.torch_compat.private import (
+    deterministic_switches,
+    float32_precisions,
+    kernel_library_switches,
+    set_fill_uninitialized,
+    set_grad_enabled,
+    set_kernel_libraries,
+)
 
 
 def _set_autocast(device: str) -> Callable[[Any], None]:
@@ -29,11 +36,16 @@ def _set_deterministic(found: tuple[bool, ...]) -> None:
     set_fill_uninitialized(fills)
 
 
+def _set_libraries(found: tuple[Any, ...]) -> None:
+    set_kernel_libraries(found[: len(kernel_library_switches())])
+
+
 _WRITE: dict[str, Callable[[Any], Any]] = {
     "gradient mode": set_grad_enabled,
     "autocast on cpu": _set_autocast("cpu"),
     "autocast on cuda": _set_autocast("cuda"),
     "autocast cache": torch.set_autocast_cache_enabled,
+    "choice of kernel libraries": _set_libraries,
     "default dtype": torch.set_default_dtype,
     "default device": torch.set_default_device,
     "deterministic mode": _set_deterministic,
@@ -43,6 +55,46 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
 """How to set each switch that functions set. The others are set by blocks, and get their old values
 back when such a block ends.
 """
+
+
+_ASKED_BY_KERNELS: tuple[tuple[str, tuple[str, ...], Callable[[], Any]], ...] = (
+    ("deterministic mode", ("cpu", "cuda"), deterministic_switches),
+    ("number of threads", ("cpu",), torch.get_num_threads),
+    ("use of mkldnn and NNPACK", ("cpu",), lambda: kernel_library_switches()[:4]),
+    ("use of cuDNN", ("cudnn",), lambda: kernel_library_switches()[4:]),
+    ("float32 precision on the CPU", ("cpu",), lambda: float32_precisions("mkldnn")),
+    ("float32 matmul precision on CUDA", ("cuda",), lambda: float32_precisions("cuda")[:1]),
+    ("float32 precision of cuDNN", ("cudnn",), lambda: float32_precisions("cuda")[1:]),
+)
+"""(name, which kernels ask, how to read it). The other switches choose between operators, which are
+recorded.
+"""
+
+
+class KernelSwitches:
+    """The switches that kernels ask while they run, as they are now."""
+
+    def __init__(self) -> None:
+        self._found = [read() for *_, read in _ASKED_BY_KERNELS]
+
+    def moved(self, name: str, tensors: Iterable[torch.Tensor]) -> str | None:
+        """None if all switches that an operator's kernel may ask are as they were, else the first
+        that is not.
+
+        Args:
+            name: the operator.
+            tensors: its arguments.
+        """
+        found = [read() for *_, read in _ASKED_BY_KERNELS]
+        if found == self._found:
+            return None
+        kinds = {tensor.device.type for tensor in tensors} or {"cpu"}
+        if "cuda" in kinds and ("conv" in name or "rnn" in name):
+            kinds.add("cudnn")
+        for (what, asking, _), old, new in zip(_ASKED_BY_KERNELS, self._found, found, strict=True):
+            if old != new and not kinds.isdisjoint(asking):
+                return f"PyTorch's {what} changed from {show(old)} to {show(new)}"
+        return None
 
 
 class Switches:

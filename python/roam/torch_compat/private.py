@@ -694,6 +694,25 @@ def kernel_library_switches() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def set_kernel_libraries(found: tuple[Any, ...]) -> None:
+    """Sets what `kernel_library_switches` has found."""
+    now = kernel_library_switches()
+    # To set some of them warns, even if they are so already.
+    new = [None if old == value else value for old, value in zip(now, found, strict=True)]
+    backends = torch.backends
+    backends.mkldnn.set_flags(*new[:3], None)  # type: ignore[call-arg]
+    backends.nnpack.set_flags(found[3])
+    backends.cudnn.set_flags(*new[4:6], None, *new[6:], None)  # type: ignore[call-arg]
+
+
+def float32_precisions(library: str) -> tuple[str, ...]:
+    """How precisely a library, "mkldnn" or "cuda", multiplies, convolves, and runs recurrent
+    layers.
+    """
+    read = torch._C._get_fp32_precision_getter
+    return read(library, "matmul"), read(library, "conv"), read(library, "rnn")
+
+
 def deterministic_switches() -> tuple[bool, ...]:
     """Deterministic mode, whether it only warns, whether memory is filled."""
     c = torch._C
@@ -1355,6 +1374,7 @@ __all__ = [
     "finished_work",
     "flat_shape",
     "flat_weights_of",
+    "float32_precisions",
     "foreach_types",
     "forget_forward_passes",
     "forget_layouts",
@@ -1435,6 +1455,7 @@ __all__ = [
     "set_fill_uninitialized",
     "set_flat_weights",
     "set_grad_enabled",
+    "set_kernel_libraries",
     "set_step_called",
     "set_up_shards",
     "shard_faults",

@@ -19,8 +19,11 @@ aten = torch.ops.aten
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
 # Kernels that change arguments although their schema does not say so: argument positions, and the
-# position of the flag that makes them do it.
-HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
+# position of the flag that makes them do it; None if they always do.
+HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int | None]] = {
+    aten.batch_norm_gather_stats.default: ((3, 4), None),
+    aten.batch_norm_gather_stats_with_counts.default: ((3, 4), None),
+    aten.batch_norm_update_stats.default: ((1, 2), None),
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.cudnn_batch_norm.default: ((3, 4), 5),
     aten.miopen_batch_norm.default: ((3, 4), 5),
@@ -77,6 +80,8 @@ class KernelFacts:
     takes_dtype: bool
     mutates: bool
     """Whether it may change an argument."""
+    computes: bool
+    """Whether it does more than to make views."""
     may_be_decided: bool
     """Whether values may decide the shape of its results."""
     written: list[tuple[int, str]]
@@ -100,6 +105,8 @@ class KernelFacts:
             for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        mutates = bool(written) or func in HIDDEN_MUTATION
+        are_declared = [result.alias_info is not None for result in schema.returns]
         makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
         return cls(
             func,
@@ -114,12 +121,13 @@ class KernelFacts:
             takes_dtype=any(
                 argument.kwarg_only and argument.name == "dtype" for argument in arguments
             ),
-            mutates=bool(written) or func in HIDDEN_MUTATION,
+            mutates=mutates,
+            computes=mutates or (not all(are_declared) and func not in HIDDEN_ALIAS),
             may_be_decided=may_be_decided(func),
             written=written,
             names=[argument.name for argument in arguments],
             sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
-            are_declared=[result.alias_info is not None for result in schema.returns],
+            are_declared=are_declared,
         )
 
 

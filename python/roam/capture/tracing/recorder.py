@@ -48,6 +48,7 @@ from roam.program.ir import (
 )
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
+from roam.state.global_flags import KernelSwitches
 from roam.state.live_scalars import FixedNode, LiveFloat, LiveInt, LiveNode
 from roam.state.references import ArgumentReference
 from roam.torch_compat.private import (
@@ -110,6 +111,7 @@ class Recorder(Values, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
+        self._switches = KernelSwitches()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -216,6 +218,12 @@ class Recorder(Values, TorchDispatchMode):
             self._refuse_deciding_numbers(func, args, kwargs, source)
             given = _without_live_numbers(args), _without_live_numbers(kwargs)
         tensors = tensors_in(given)
+        if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
+            self.refuse(
+                f"the step runs it while {moved}, and a plan runs all operators with what is set around the call; set it "
+                "around the call of the step",
+                code="moved", op=str(func), source=source,
+            )  # fmt: skip
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
         try:
             if shape is None:
@@ -457,7 +465,7 @@ class Recorder(Values, TorchDispatchMode):
         for position, name in facts_of(func).written:
             changed.append(args[position] if position < len(args) else kwargs.get(name))
         hidden = HIDDEN_MUTATION.get(func)
-        if hidden is not None and args[hidden[1]]:
+        if hidden is not None and (hidden[1] is None or args[hidden[1]]):
             changed.extend(args[position] for position in hidden[0])
         slots = tuple(
             dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed))
