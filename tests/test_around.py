@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import roam
 from roam.state.global_flags import KernelSwitches, Switches
+from roam.torch_compat.private import float32_precisions, set_float32_precisions
 from training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -798,3 +799,25 @@ def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(monkey
     check(change, False, step)
     # What is garbage from now on does not stay for ever, such as the plan.
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(("holder", "precision"), [
+    (torch.backends.cuda.matmul, "tf32"), (torch.backends.cudnn.conv, "ieee"),
+    (torch.backends.mkldnn.matmul, "bf16"), (torch.backends, "ieee"),
+])  # fmt: skip
+def test_the_newer_switches_of_precision_may_be_set(holder: Any, precision: str) -> None:
+    before = [(library, float32_precisions(library)) for library in ("mkldnn", "cuda")]
+    everywhere = torch.backends.fp32_precision
+    holder.fp32_precision = precision
+    try:
+        found = []
+        for wrap in (lambda step: step, roam.compile):
+            my = make()
+            step = wrap(train)
+            torch.manual_seed(1)
+            found.append([step(my.net, my.optimizer, torch.randn(8, 16)) for _ in range(3)])
+        assert_same_bits(*found)
+    finally:
+        torch.backends.fp32_precision = everywhere
+        for library, found in before:
+            set_float32_precisions(library, found)

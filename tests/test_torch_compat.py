@@ -374,8 +374,17 @@ def _precisions() -> bool:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     after = [private.float32_precisions(library)[0] for library in ("mkldnn", "cuda")]
+    told = private.matmul_precision()
     torch.set_float32_matmul_precision(before)
-    return after == ["bf16", "tf32"]
+    return after == ["bf16", "tf32"] and told == "medium"
+
+
+def _precisions_set() -> bool:
+    before = private.float32_precisions("cuda")
+    private.set_float32_precisions("cuda", ("tf32", *before[1:]))
+    after = private.float32_precisions("cuda"), private.matmul_precision()
+    private.set_float32_precisions("cuda", before)
+    return after == (("tf32", *before[1:]), None) and private.matmul_precision() is not None
 
 
 def _hook_tables() -> bool:
@@ -1319,6 +1328,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,
+    "matmul_precision": _precisions,
+    "set_float32_precisions": _precisions_set,
     "foreach_types": _foreach,
     "frame_evaluation": _compiled_code,
     "forget_layouts": _in_group(_forgets_layouts),

@@ -29,6 +29,8 @@ from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
     disable_current_modes,
+    float32_precisions,
+    kernel_library_switches,
     pytree,
     start_allocator_events,
     stop_allocator_events,
@@ -324,11 +326,12 @@ def signature_of(program: Program, call: Call) -> object:
 
 def settings() -> tuple[object, ...]:
     """What decides which kernels run, apart from their arguments."""
-    cudnn = torch.backends.cudnn
     return (
-        torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
-    )  # fmt: skip
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        *map(float32_precisions, ("mkldnn", "cuda")),
+        *kernel_library_switches(),
+    )
 
 
 def _learn(

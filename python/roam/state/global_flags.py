@@ -4,6 +4,7 @@ them back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from roam.torch_compat.private import (
     float32_precisions,
     kernel_library_switches,
     set_fill_uninitialized,
+    set_float32_precisions,
     set_grad_enabled,
     set_kernel_libraries,
 )
@@ -40,6 +42,11 @@ def _set_libraries(found: tuple[Any, ...]) -> None:
     set_kernel_libraries(found[: len(kernel_library_switches())])
 
 
+def _set_matmul_precision(found: str | None) -> None:
+    if found is not None:  # else the newer switches tell
+        torch.set_float32_matmul_precision(found)
+
+
 _WRITE: dict[str, Callable[[Any], Any]] = {
     "gradient mode": set_grad_enabled,
     "autocast on cpu": _set_autocast("cpu"),
@@ -49,7 +56,9 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
     "default dtype": torch.set_default_dtype,
     "default device": torch.set_default_device,
     "deterministic mode": _set_deterministic,
-    "float32 matmul precision": torch.set_float32_matmul_precision,
+    "float32 matmul precision": _set_matmul_precision,
+    "float32 precision on the CPU": functools.partial(set_float32_precisions, "mkldnn"),
+    "float32 precision on CUDA": functools.partial(set_float32_precisions, "cuda"),
     "number of threads": torch.set_num_threads,
 }
 """How to set each switch that functions set. The others are set by blocks, and get their old values

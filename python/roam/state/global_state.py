@@ -21,11 +21,13 @@ from roam.torch_compat.private import (
     deterministic_switches,
     dispatch_modes,
     distributed_switches,
+    float32_precisions,
     function_modes,
     function_transform,
     hooks_on_all_modules,
     hooks_on_all_optimizers,
     kernel_library_switches,
+    matmul_precision,
     saved_tensor_hooks,
 )
 
@@ -93,7 +95,9 @@ AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
         lambda: torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
     ),
     ("deterministic mode", deterministic_switches),
-    ("float32 matmul precision", torch.get_float32_matmul_precision),
+    ("float32 matmul precision", matmul_precision),
+    ("float32 precision on the CPU", lambda: float32_precisions("mkldnn")),
+    ("float32 precision on CUDA", lambda: float32_precisions("cuda")),
     ("number of threads", torch.get_num_threads),
     ("handling of distributed tensors", distributed_switches),
 )

@@ -689,9 +689,19 @@ def kernel_library_switches() -> tuple[Any, ...]:
     """Which of mkldnn, NNPACK and cuDNN may be used, and how."""
     c = torch._C
     return (
-        c._get_mkldnn_enabled(), c._get_mkldnn_deterministic(), c._get_onednn_allow_tf32(), c._get_nnpack_enabled(),
-        c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic(), c._get_cudnn_allow_tf32(),
+        c._get_mkldnn_enabled(), c._get_mkldnn_deterministic(), _known(c._get_onednn_allow_tf32), c._get_nnpack_enabled(),
+        c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic(), _known(c._get_cudnn_allow_tf32),
     )  # fmt: skip
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """What a switch is; None if it is a combination of newer ones (`fp32_precision`) that it cannot
+    tell. `float32_precisions` can.
+    """
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def set_kernel_libraries(found: tuple[Any, ...]) -> None:
@@ -705,12 +715,26 @@ def set_kernel_libraries(found: tuple[Any, ...]) -> None:
     backends.cudnn.set_flags(*new[4:6], None, *new[6:], None)  # type: ignore[call-arg]
 
 
+def matmul_precision() -> str | None:
+    """What `torch.set_float32_matmul_precision` has set; None if newer switches differ from it."""
+    return _known(torch.get_float32_matmul_precision)  # type: ignore[no-any-return]
+
+
+_OPERATIONS = ("matmul", "conv", "rnn")
+
+
 def float32_precisions(library: str) -> tuple[str, ...]:
     """How precisely a library, "mkldnn" or "cuda", multiplies, convolves, and runs recurrent
     layers.
     """
     read = torch._C._get_fp32_precision_getter
-    return read(library, "matmul"), read(library, "conv"), read(library, "rnn")
+    return tuple([read(library, operation) for operation in _OPERATIONS])
+
+
+def set_float32_precisions(library: str, found: tuple[str, ...]) -> None:
+    """Sets what `float32_precisions` has found."""
+    for operation, precision in zip(_OPERATIONS, found, strict=True):
+        torch._C._set_fp32_precision_setter(library, operation, precision)
 
 
 def deterministic_switches() -> tuple[bool, ...]:
@@ -1426,6 +1450,7 @@ __all__ = [
     "mark_begun",
     "mark_parameter",
     "mask_buffer",
+    "matmul_precision",
     "may_compile",
     "mesh_class",
     "neg_view",
@@ -1454,6 +1479,7 @@ __all__ = [
     "sequence_number",
     "set_fill_uninitialized",
     "set_flat_weights",
+    "set_float32_precisions",
     "set_grad_enabled",
     "set_kernel_libraries",
     "set_step_called",
