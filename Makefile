@@ -32,7 +32,7 @@ help:
 	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
 	@echo "make durations   all Python tests; keeps how long each takes, by which make quick chooses"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
-	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
+	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier; all cases of the planner's tests"
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
 	@echo "make sweep       all cases of the tests of which others run one in four: every sample of PyTorch's operators, every optimizer and module"
 	@echo "make hard-limit  a step with a memory budget in a process that the system gives no more"
@@ -97,8 +97,9 @@ rust-test:
 	cargo test --locked --quiet --benches
 
 # ROAM_CASES says how many cases a sweep has.
+nightly: export ROAM_SWEEP_EVERY = 1
 nightly:
-	cargo test --locked --profile checked --test all nightly:: -- --ignored
+	cargo test --locked --profile checked --test all -- --include-ignored
 
 # ROAM_FUZZ_EXAMPLES says how many.
 fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
@@ -186,7 +187,8 @@ release:
 	done
 	ls -l $(DIST)
 
-# One after another: the machine's cores belong to the step that runs.
+# One after another: the machine's cores belong to the step that runs. Nothing is compiled twice.
+ci: export CARGO_INCREMENTAL = 0
 ci:
 	$(MAKE) --no-print-directory install
 	$(MAKE) --no-print-directory lint

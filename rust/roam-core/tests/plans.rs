@@ -5,7 +5,7 @@ use crate::common::solver::Always;
 use crate::common::totals::least_total;
 use crate::common::{
     Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, peaks_by_definition, pending_graph,
-    random_graph, total_and_bound,
+    random_graph, swept, total_and_bound,
 };
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
@@ -164,7 +164,7 @@ fn probes_see_that_one_of_several_gradients_is_the_first() {
 #[test]
 fn no_plan_takes_more_than_program_order_laid_out() {
     let mut random = Random::new(10);
-    for _ in 0..500 {
+    for _ in 0..swept(500) {
         let graph = random_graph(&mut random, 40);
         let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
         for reuse in [false, true] {
@@ -205,7 +205,7 @@ fn only_what_meets_its_bound_needs_no_programs() {
     let mut random = Random::new(12);
     let control = || Control { solver: Some(Arc::new(Always(Outcome::Failed("broken".into())))), ..Control::default() };
     let mut seen = BTreeMap::new();
-    for _ in 0..60 {
+    for _ in 0..swept(100) {
         let graph = random_graph(&mut random, 90);
         let plan = optimize(&graph, &SETTINGS, &control()).expect("a plan");
         let required = optimize(&graph, &Settings { exact: Exact::Required, ..SETTINGS }, &control());
@@ -227,7 +227,7 @@ fn only_what_meets_its_bound_needs_no_programs() {
 #[test]
 fn larger_plans_are_valid_and_repeatable() {
     let mut random = Random::new(3);
-    for round in 0..40 {
+    for round in 0..swept(40) {
         let graph = random_graph(&mut random, 150);
         let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };
         let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
@@ -282,7 +282,7 @@ fn renumbered(graph: &Graph, random: &mut Random) -> Graph {
 #[test]
 fn numbers_and_names_change_no_figure() {
     let mut random = Random::new(9);
-    for round in 0..300 {
+    for round in 0..swept(300) {
         let graph = random_graph(&mut random, 60);
         let other = renumbered(&graph, &mut random);
         let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };

@@ -17,6 +17,13 @@ use roam_core::verify::verify;
 
 pub(crate) const SETTINGS: Settings = Settings::SINGLE;
 
+/// How many of so many random cases are tried: one in four, and all where `ROAM_SWEEP_EVERY` is 1, as
+/// `make nightly` sets it.
+pub(crate) fn swept(cases: u32) -> u32 {
+    let every = std::env::var("ROAM_SWEEP_EVERY").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    cases.div_ceil(every)
+}
+
 /// A valid graph of up to `most` operators: several outputs, empty and oddly aligned tensors, all
 /// residencies, mutations, workspaces, sequences, control edges, reuse permissions.
 pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
