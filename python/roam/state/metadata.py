@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -127,10 +128,12 @@ class Table:
         tensors: the tensors. Only their metadata is kept.
     """
 
-    __slots__ = ("_are_strided", "_others", "_seen")
+    __slots__ = ("_are_strided", "_attributes", "_held", "_others", "_seen")
 
     def __init__(self, tensors: list[Any]) -> None:
         self._seen = list(map(_seen, tensors))
+        self._held = list(map(_attributes_of, tensors))
+        self._attributes = _flat_attributes(tensors)
         self._are_strided = all(layout is torch.strided for layout, *_ in self._seen)
         self._others = _others(tensors) if self._are_strided else []
 
@@ -142,7 +145,17 @@ class Table:
             self._are_strided
             and list(map(_seen, tensors)) == self._seen
             and _others(tensors) == self._others
+            and self._have_attributes(tensors)
         )
+
+    def _have_attributes(self, tensors: list[Any]) -> bool:
+        counts, names, values = _flat_attributes(tensors)
+        old_counts, old_names, old_values = self._attributes
+        return (
+            counts == old_counts
+            and names == old_names
+            and all(map(operator.is_, values, old_values))
+        ) or list(map(_attributes_of, tensors)) == self._held
 
 
 _seen: Final = operator.attrgetter(
@@ -166,9 +179,23 @@ def _others(tensors: list[Any]) -> list[Any]:
         kinds,
         list(map(layout_over_devices, tensors)) if has_dtensors else [],
         *[list(map(method, tensors)) for method in _METHODS],
-        list(map(_attributes_of, tensors)) if any(map(_attributes, tensors)) else [],
         *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
     ]
+
+
+def _flat_attributes(tensors: list[Any]) -> tuple[list[int], list[str], list[Any]]:
+    """How many attributes of its own each tensor has, and the names and values of all, without
+    tensors.
+    """
+    found = list(map(_attributes, tensors))
+    if not any(found):
+        return [], [], []
+    values = chain.from_iterable(map(dict.values, found))
+    return (
+        list(map(len, found)),
+        list(chain.from_iterable(found)),
+        [None if isinstance(value, torch.Tensor) else value for value in values],
+    )
 
 
 def _held_hooks(hooks: list[Any]) -> list[Held | None]:

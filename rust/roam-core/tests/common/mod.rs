@@ -19,7 +19,7 @@ pub(crate) const SETTINGS: Settings = Settings::SINGLE;
 
 /// How many of so many random cases are tried: one in four, and all where `ROAM_SWEEP_EVERY` is 1, as
 /// `make nightly` sets it.
-#[allow(clippy::disallowed_methods)] // that is about the planner's settings
+#[expect(clippy::disallowed_methods, reason = "how long a sweep is depends on who runs it")]
 pub(crate) fn swept(cases: u32) -> u32 {
     let every = std::env::var("ROAM_SWEEP_EVERY").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     cases.div_ceil(every)
