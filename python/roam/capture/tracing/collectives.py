@@ -92,7 +92,7 @@ def _in_place(recorder: Recording, func: Any, name: str, given: dict[str, Any]) 
     )
     reduction = ""
     if "reduce_op" in given:
-        reduction = _reduction(recorder, func, torch.distributed.ReduceOp.unbox(given["reduce_op"]))
+        reduction = _reduction(recorder, func, given["reduce_op"])
     if given.get("sparse_indices") is not None or any(
         tensor.is_complex() or tensor.layout is not torch.strided for tensor in (*outputs, *inputs)
     ):
@@ -116,6 +116,11 @@ def _flat(nest: Any) -> list[Any]:
 
 
 def _reduction(recorder: Recording, func: Any, reduction: Any) -> str:
+    if not isinstance(reduction, torch.distributed.ReduceOp):
+        unbox = getattr(torch.distributed.ReduceOp, "unbox", None)
+        if unbox is None:  # as in PyTorch 2.11
+            recorder.refuse_collective(f"{func}, whose reduction this version of PyTorch hides")
+        reduction = unbox(reduction)
     for name in REDUCTIONS:
         if reduction == getattr(torch.distributed.ReduceOp, name):
             return name
@@ -138,12 +143,7 @@ def _reduction_of(recorder: Recording, func: Any, given: dict[str, Any]) -> str:
         if name.upper() in REDUCTIONS:
             return name.upper()
         recorder.refuse_collective(f"{func} with the reduction {name}")
-    unboxed = (
-        name
-        if isinstance(name, torch.distributed.ReduceOp)
-        else torch.distributed.ReduceOp.unbox(name)
-    )
-    return _reduction(recorder, func, unboxed)
+    return _reduction(recorder, func, name)
 
 
 def _all_reduce(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
