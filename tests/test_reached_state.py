@@ -665,3 +665,18 @@ def test_another_class_of_an_object_with_slots_is_noticed() -> None:
     case = Case(lambda: held.value() * held.factor, change)
     seen = losses(case, lambda step: step)
     assert losses(case, roam.compile) == seen
+
+
+def test_operators_of_another_thread_are_refused_by_name() -> None:
+    net = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> None:
+        found: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(net(x).sum()))
+        thread.start()
+        thread.join()
+        found[0].backward()
+
+    with pytest.raises(roam.CaptureError, match="run all operators in one thread") as caught:
+        roam.compile(step)(torch.ones(3, 4))
+    assert caught.value.code == "unknown_tensor"

@@ -56,6 +56,18 @@ class Places(Protocol):
         """The operator's phase and source."""
 
 
+def _unknown(tensor: Any) -> str:
+    """What a message says of a tensor that has no slot."""
+    if isinstance(tensor, FakeTensor):
+        return (
+            "was made where capture does not see it; let the step run all operators in one thread"
+        )
+    return (
+        "capture could not find; pass it to the step as an argument, or keep it in a module, a list "
+        "or an attribute that the step's function can reach"
+    )
+
+
 class Slots:
     """What a recording knows of the tensors of its step, and of how they stand in `program`."""
 
@@ -311,9 +323,7 @@ class Slots:
             slot = self.slot_of(value)
             if slot is None:
                 self.refuse(
-                    f"{user} is given a tensor that capture could not find; pass it to the step as "
-                    "an argument, or keep it in a module, a list or an attribute that the step's "
-                    "function can reach",
+                    f"{user} is given a tensor that {_unknown(value)}",
                     code="unknown_tensor",
                 )
             return Ref(slot)
@@ -365,9 +375,7 @@ class Slots:
         if slot is None:
             shape = tuple(tensor.shape)
             self.refuse(
-                f"it uses a tensor of shape {shape} that capture could not find; pass it to the "
-                "step as an argument, or keep it in a module, a list or an attribute that the "
-                "step's function can reach",
+                f"it uses a tensor of shape {shape} that {_unknown(tensor)}",
                 code="unknown_tensor", op=str(target), source=source,
             )  # fmt: skip
         if not self._is_intact(tensor, slot):
@@ -440,9 +448,7 @@ class Slots:
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(
-                f"the step puts a tensor at {place} that capture could not find; pass it to the "
-                "step as an argument, or keep it in a module, a list or an attribute that the "
-                "step's function can reach",
+                f"the step puts a tensor at {place} that {_unknown(tensor)}",
                 code="unknown_tensor",
             )
         if not self._is_intact(local_of(tensor), slot):
