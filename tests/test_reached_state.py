@@ -10,6 +10,7 @@ import configparser
 import dataclasses
 import enum
 import functools
+import importlib
 import optparse
 import random
 import sys
@@ -680,3 +681,96 @@ def test_operators_of_another_thread_are_refused_by_name() -> None:
     with pytest.raises(roam.CaptureError, match="run all operators in one thread") as caught:
         roam.compile(step)(torch.ones(3, 4))
     assert caught.value.code == "unknown_tensor"
+
+
+@functools.lru_cache(maxsize=4)
+def pair_of(number: int) -> list[int]:
+    return [number, number + 1]
+
+
+@functools.lru_cache
+def rotations(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(size), torch.zeros(size)
+
+
+@functools.lru_cache
+def made_once() -> torch.nn.Module:
+    return torch.nn.Linear(4, 4)
+
+
+def result_that_is_made_again() -> Case:
+    def change(_: float) -> None:
+        for number in range(2, 8):
+            pair_of(number)
+
+    return Case(lambda: pair_of(1)[1], change)
+
+
+def tensors_in_a_tuple_of_a_cached_function() -> Case:
+    rotations(4)
+    return Case(lambda: sum(rotations(4)), lambda value: None)
+
+
+def module_of_a_cached_function() -> Case:
+    torch.manual_seed(1)
+    made_once()
+    return Case(lambda: made_once().weight.detach().sum(), lambda value: None)
+
+
+COUNT = 0
+
+
+class Counted:
+    def __init__(self) -> None:
+        global COUNT
+        COUNT += 1
+
+    def __repr__(self) -> str:
+        return str(vars(self))
+
+
+def class_that_is_only_tested() -> Case:
+    case_value: object = 1
+    return Case(lambda: 2.0 if isinstance(case_value, Counted) else 1.0, lambda value: Counted())
+
+
+def table_with_lists() -> Case:
+    table = pandas.DataFrame({"tokens": [[1, 2], [3]], "label": [1, 2]})
+    return Case(lambda: len(table), lambda value: None)
+
+
+def proxy_of_what_is_gone() -> Case:
+    proxies = [weakref.proxy(Held())]
+    return Case(lambda: len(proxies), lambda value: None)
+
+
+@pytest.mark.parametrize("make", [
+    result_that_is_made_again, tensors_in_a_tuple_of_a_cached_function, module_of_a_cached_function,
+    class_that_is_only_tested, table_with_lists, proxy_of_what_is_gone,
+])  # fmt: skip
+def test_what_does_not_change_needs_no_new_plan(make: Callable[[], Case]) -> None:
+    case = make()
+    seen = losses(case, lambda step: step)
+    steps: list[Any] = []
+
+    def compiled(step: Any) -> Any:
+        steps.append(roam.compile(step))
+        return steps[-1]
+
+    assert losses(case, compiled) == seen
+    assert len(steps[0].plans) == 1
+
+
+def test_a_namespace_package_of_the_users_may_have_the_name_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "own.py").write_text("VALUE = 1.0\ndef value(): return VALUE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("roam.state.library_code._installed", {})
+    own = importlib.import_module("mlflow.own")
+    for name in ("mlflow", "mlflow.own"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+    case = Case(lambda: own.value(), lambda value: setattr(own, "VALUE", value))
+    seen = losses(case, lambda step: step)
+    assert losses(case, roam.compile) == seen

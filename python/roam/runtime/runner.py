@@ -413,9 +413,10 @@ class Runner:
     def measured(self, work: Callable[[], Any]) -> Any:
         """The result of a run by the plan; `memory` then tells what it took."""
         # What a run does first, and what outlasts it, does not count as its own.
-        self._make_room()
-        with self._telling(), self._executor.held():
-            held_bytes = 0 if self._pool is None else self._pool.nbytes
+        with self._telling():
+            self._make_room()
+            with self._executor.held():
+                held_bytes = 0 if self._pool is None else self._pool.nbytes
         with self._timed() as stopwatch:
             trace = measure_peak(work, device=self._device.type)
         known_bytes = max(self._entering_bytes() - (trace.unseen_freed_bytes or 0), 0)

@@ -65,6 +65,8 @@ CONSTRUCTORS: Final = ("__new__", "__init__", "__post_init__")
 """What runs when an object is made. It sets attributes of the new object, whose reads do not
 count.
 """
+_ABOUT_ITSELF: Final = frozenset({*CONSTRUCTORS, "__repr__", "__str__", "__format__"})
+"""Methods that look at the attributes of their own object."""
 # Names in code that may look up functions of a class by computed names.
 _BY_COMPUTED_NAME: Final = frozenset(
     {"attrgetter", "dir", "getattr", "getmembers", "methodcaller", "vars"}
@@ -217,14 +219,16 @@ class Reads:
         """Makes everything count as read if the code of a function names a way around the methods
         that note reads. Returns whether it does so now.
         """
-        if self.everything or name in _BEHIND or name in CONSTRUCTORS or not names & _BEHIND:
+        if self.everything or name in _BEHIND or name in _ABOUT_ITSELF or not names & _BEHIND:
             return False
         self.everything = True
         return True
 
-    def takes_by_computed_name(self, names: Set[str]) -> bool:
-        """Whether code that names these may look up functions of a class by computed names."""
-        return bool(names & _BY_COMPUTED_NAME)
+    def takes_by_computed_name(self, name: str, names: Set[str]) -> bool:
+        """Whether the code of a function that names these may look up functions of a class by
+        computed names.
+        """
+        return name not in _ABOUT_ITSELF and bool(names & _BY_COMPUTED_NAME)
 
     def has_strays(self) -> bool:
         """After a narrow walk: whether the step looked at objects that the walk did not reach."""

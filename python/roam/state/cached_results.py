@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, is_plain
+from roam.state.equality import MISSING, is_plain, same
 from roam.state.spaces import Items, Space
 
 _CACHE: Any = functools._lru_cache_wrapper
@@ -50,7 +50,9 @@ _PLAIN = frozenset((type(None), type, bool, int, float, str, bytes, FunctionType
 """Types of most of the values that hold no results."""
 
 
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 _MOST_PARTS: Final = 1_000
+_MOST_RESULTS: Final = 256
 
 
 def tensors_in(cache: Any) -> list[torch.Tensor]:
@@ -125,12 +127,18 @@ def _table(cache: Any) -> dict[Any, Any] | None:
 
 def results_of(cache: Any) -> list[tuple[Any, Any]]:
     """The keys and results that a function keeps, of those results that may change or be exchanged:
-    they are no plain values and no tensors.
+    they are no plain values, and no tensors or containers of tensors, which `Results` has. None if
+    there are so many results that to look at them would take long.
     """
+    if cache.cache_info().currsize > _MOST_RESULTS:
+        return []
     return [
         (key, result)
         for key, result in _entries(cache)
-        if not (is_plain(result) or isinstance(result, torch.Tensor))
+        if is_plain(key)
+        and not is_plain(result)
+        and not isinstance(result, torch.Tensor)
+        and (not isinstance(result, _CONTAINERS) or _is_free_of_tensors(result))
     ]
 
 
@@ -153,7 +161,11 @@ def _entries(cache: Any) -> list[tuple[Any, Any]]:
 
 
 class ResultsSpace(Space):
-    """Results that a function with a cache keeps."""
+    """Results that a function with a cache keeps, by the keys of its table.
+
+    A result that has been forgotten may be made again. It is another object then, and fits if it
+    has the same contents.
+    """
 
     __slots__ = ("_keys", "holder")
 
@@ -163,11 +175,26 @@ class ResultsSpace(Space):
         self._keys = [key for key, _ in results_of(holder)]
 
     def items(self) -> Items:
-        kept = {id(key): result for key, result in _entries(self.holder)}
-        return [(place, kept.get(id(key), MISSING)) for place, key in enumerate(self._keys)]
+        kept = dict(_entries(self.holder)) if self.holder.cache_info().currsize else {}
+        return [(place, kept.get(key, MISSING)) for place, key in enumerate(self._keys)]
+
+    def is_live(self, key: Any, old: Any, value: Any) -> bool:
+        return value is MISSING or _have_same_contents(old, value)
 
     def put(self, items: Items) -> None:
         pass  # a snapshot makes the function forget what is new
+
+
+def _have_same_contents(one: Any, other: Any) -> bool:
+    """Whether two values are the same, or containers of such."""
+    if same(one, other):
+        return True
+    kind = type(one)
+    if kind is not type(other) or kind not in (list, tuple, dict, set) or len(one) != len(other):
+        return False
+    if kind is dict:
+        one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
+    return all(map(_have_same_contents, one, other))
 
 
 class Results:

@@ -241,7 +241,7 @@ def _named(code: types.CodeType, names: Names) -> Iterator[tuple[str, Names, str
         path, holder, depth = waiting.pop()
         for name in found:
             value = holder.get(name)
-            if not isinstance(value, _CODE):
+            if not issubclass(type(value), _CODE):  # no proxy is asked
                 continue
             yield path, holder, name
             if (

@@ -61,6 +61,7 @@ from roam.state.library_code import (
     is_library_code,
     is_opaque,
     names_of,
+    tested_names,
 )
 from roam.state.namespaces import (
     AttributesSpace,
@@ -81,7 +82,7 @@ from roam.state.spaces import Space
 from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
-_NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__"})
+_NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__", "extra_repr"})
 _SCHEDULERS: Final = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.optim.lr_scheduler.ReduceLROnPlateau,
@@ -183,6 +184,7 @@ class _Walk:
         self.renewed = renewed
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
+        self.tested: frozenset[str] = frozenset()  # names of classes that a function only tests
         self.asks_seeds = False  # whether code names a generator's `initial_seed`
         self.made: set[int] = set()  # classes of which the step may make objects
         self.guarded: deque[_Item] = deque()
@@ -320,7 +322,7 @@ class _Walk:
         for kind in enumerations_in(value):
             self._class_of_kind(kind)
         if not is_plain(value):
-            if issubclass(type(value), type):
+            if issubclass(type(value), type) and not self._is_tested(place):
                 self._constructors(value)
             is_renewed = bool(self.renewed) and type(value) in (list, dict)
             if place is not None and (is_renewed or issubclass(type(value), (tuple, frozenset))):
@@ -658,6 +660,7 @@ class _Walk:
     def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
         of = "" if is_root else f" of {function.__qualname__}"
         self._place(FunctionSpace(function, path))
+        self.tested = tested_names(function.__code__)
         self.reach.code[function.__code__] = function.__globals__
         code, defaults = function.__code__, function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
@@ -686,7 +689,9 @@ class _Walk:
         is_used = self.edge is None or self.reads.is_narrow  # the rest may be unused
         if is_used and self.reads.gives_up(function.__name__, attributes):
             raise _LeftOut
-        self.is_held = self.is_held and not self.reads.takes_by_computed_name({*names, *attributes})
+        self.is_held = self.is_held and not self.reads.takes_by_computed_name(
+            function.__name__, {*names, *attributes}
+        )
         self._release(attributes if self.is_held else list(self.held))
         holder = function.__globals__
         if names:
@@ -716,7 +721,7 @@ class _Walk:
 
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
         """Enter a module that the user wrote by the names that his code could take from it."""
-        if not isinstance(module, types.ModuleType) or is_library(module.__name__):
+        if not issubclass(type(module), types.ModuleType) or is_library(module.__name__):
             return
         names = sorted(name for name in attributes if name in module.__dict__)
         if len(names) < len(attributes):
@@ -733,6 +738,14 @@ class _Walk:
         if not is_library(kind.__module__):
             queue = self.guarded if self.is_guarding else self.live
             queue.append((kind, kind.__qualname__, self.edge))
+
+    def _is_tested(self, place: tuple[Space, Any] | None) -> bool:
+        """Whether the function that is being entered makes no objects of the class at a place."""
+        return (
+            place is not None
+            and type(place[0]) in (NamesSpace, CellSpace)
+            and place[1] in self.tested
+        )
 
     def _constructors(self, kind: type) -> None:
         """Enter what runs if the step makes an object of a class that it names."""
@@ -906,10 +919,9 @@ def _closed_over(function: types.FunctionType) -> Iterator[Any]:
     """The functions that a function closes over."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
-            if isinstance(
-                cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)
-            ):
-                yield cell.cell_contents
+            held = cell.cell_contents
+            if issubclass(type(held), (types.FunctionType, types.MethodType, functools.partial)):
+                yield held
 
 
 def _holds_groups(optimizer: torch.optim.Optimizer) -> bool:
@@ -928,7 +940,7 @@ def _is_iterator(kind: type) -> bool:
 
 
 def _holds_tensors(values: Iterable[object]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in values)
+    return any(issubclass(type(value), torch.Tensor) for value in values)
 
 
 def _is_numpy_generator(kind: type) -> bool:

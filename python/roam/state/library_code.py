@@ -132,17 +132,25 @@ def _is_of_user(package: str) -> bool:
 
 
 def _lies_elsewhere(package: str, module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or package == "__main__":
+    """Whether a package lies neither with the standard library, nor with PyTorch, nor where it has
+    been installed.
+    """
+    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    place = next(filter(None, places), None)
+    if not isinstance(place, str) or package == "__main__":
+        return False  # it is built in
+    path = os.path.normcase(os.path.abspath(place))
+    if path.startswith((*_PLACES, _PYTORCH)) or "-packages" in path or ".zip" in path:
         return False
-    path = os.path.normcase(os.path.abspath(file))
-    if path.startswith(_PLACES) or "-packages" in path:  # site-packages, dist-packages
-        return False
-    try:  # one that is developed where it lies
-        origin = importlib.metadata.distribution(package).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return origin is None or "editable" not in origin
+    for name in importlib.metadata.packages_distributions().get(package, [package]):
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        root = os.path.normcase(os.path.abspath(str(found.locate_file("")))) + os.sep
+        if path.startswith(root) or "editable" in (found.read_text("direct_url.json") or ""):
+            return False  # one that is developed where it lies
+    return True
 
 
 def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
@@ -241,9 +249,53 @@ def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, fr
     return tuple(found.items())
 
 
+_CONSTANTS: Final = frozenset({"True", "False", "None", "Ellipsis", "NotImplemented", "__debug__"})
+
+
 def is_added_builtin(name: str) -> bool:
     """Whether a name is found among the built-in ones because somebody has put it there."""
-    value = vars(builtins).get(name)
-    return value is not None and not isinstance(
-        value, (types.BuiltinFunctionType, type, bool, type(...), type(NotImplemented))
-    )
+    if name in _CONSTANTS or name not in vars(builtins):
+        return False
+    value = vars(builtins)[name]
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is not builtins
+    return not isinstance(value, type) or value.__module__ != "builtins"
+
+
+_TESTS: Final = frozenset({"isinstance", "issubclass", "super"})
+_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
+
+
+def tested_names(code: types.CodeType) -> frozenset[str]:
+    """The names that code and the functions inside it only give to `isinstance`, `issubclass`, or
+    `super`, or name in an `except`: they make no objects of these classes.
+    """
+    tested, others = _uses(code)
+    return tested - others
+
+
+@functools.cache
+def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that are tested so, and those that are used in another way."""
+    tested: set[str] = set()
+    others: set[str] = set()
+    is_test, last = False, ""
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in _LOADS:
+            last = instruction.argval
+            if last in _TESTS:
+                is_test = True
+            else:
+                (tested if is_test else others).add(last)
+        elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            others.discard(last)
+            tested.add(last)
+        elif name.startswith("CALL"):
+            is_test = False
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, inner_others = _uses(constant)
+            tested |= inner
+            others |= inner_others
+    return frozenset(tested), frozenset(others)

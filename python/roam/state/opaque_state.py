@@ -4,6 +4,7 @@ shared memory, pandas' tables.
 
 from __future__ import annotations
 
+import pickle
 import string
 import sys
 import threading
@@ -52,9 +53,11 @@ def _set_shared(value: Any, state: bytes) -> None:
 
 def _frame(frame: Any) -> Any:
     """The labels of a pandas object, and a number for each row of its values."""
-    rows = sys.modules["pandas"].util.hash_pandas_object(frame).to_numpy().tobytes()
-    labels = getattr(frame, "columns", None)
-    return rows, () if labels is None else tuple(map(str, labels)), str(frame.shape)
+    try:
+        rows = sys.modules["pandas"].util.hash_pandas_object(frame).to_numpy().tobytes()
+    except TypeError:  # lists among the values
+        rows = pickle.dumps(frame)
+    return rows, tuple(getattr(frame, "columns", ())), str(frame.shape)
 
 
 def _set_event(event: Any, is_set: bool) -> None:
