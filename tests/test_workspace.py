@@ -277,3 +277,24 @@ def test_a_kernel_that_cannot_be_tried_counts_as_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(workspace, "zeros", refuse)
     (choice,) = choose([steady(images())], pool=None, time_limit_s=None)
     assert choice.kernel_bytes == 0
+
+
+def test_products_in_less_precision_take_memory_too() -> None:
+    def train_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.set_float32_matmul_precision("medium")  # float32 is multiplied as bfloat16
+    try:
+        step = roam.compile(train_step)
+        step(model, optimizer, torch.randn(64, 256))
+        step.measured(model, optimizer, torch.randn(64, 256))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    memory = step.memory()
+    assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=CLOSE)

@@ -295,8 +295,11 @@ def _allocates(program: Program, call: Call, device: torch.device) -> bool:
     if call.name in _IN_STEPS or device.type == "cuda":
         return True
     metas = [program.slots[slot] for slot in call.refs()]
+    small = [torch.bfloat16, torch.float16]
+    if float32_precisions("mkldnn")[0] not in ("none", "ieee"):
+        small.append(torch.float32)  # it is computed in one of these
     return call.name in _PRODUCTS and any(
-        meta is not None and meta.dtype in (torch.bfloat16, torch.float16) for meta in metas
+        meta is not None and meta.dtype in small for meta in metas
     )
 
 
