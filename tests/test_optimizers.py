@@ -269,16 +269,23 @@ class TestNumbersOfGroups:
                 torch.randint(0, 8, (5,)),
             )
 
+    class Choosy(torch.optim.SGD):
+        def is_exact(self, number: float) -> bool:
+            return type(number) is float
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    exact = self.is_exact(group["weight_decay"])
+                    parameter.sub_(parameter.grad, alpha=0.1 if exact else 0.2)
+
     def test_a_type_that_decides_is_refused_where_it_is_not_the_plain_one(self) -> None:
         kind_of = type  # not found by its name
 
-        class Choosy(torch.optim.SGD):
-            @torch.no_grad()
-            def step(self) -> None:  # type: ignore[override]
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        exact = kind_of(group["weight_decay"]) is float
-                        parameter.sub_(parameter.grad, alpha=0.1 if exact else 0.2)
+        class Choosy(TestNumbersOfGroups.Choosy):
+            def is_exact(self, number: float) -> bool:
+                return kind_of(number) is float
 
         model = Net()
         optimizer = Choosy(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -286,15 +293,7 @@ class TestNumbersOfGroups:
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
 
     def test_a_type_that_decides_is_the_plain_one(self) -> None:
-        class Choosy(torch.optim.SGD):
-            @torch.no_grad()
-            def step(self) -> None:  # type: ignore[override]
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        exact = type(group["weight_decay"]) is float
-                        parameter.sub_(parameter.grad, alpha=0.1 if exact else 0.2)
-
-        check(lambda model: Choosy(model.parameters(), lr=0.1, weight_decay=0.1))
+        check(lambda model: self.Choosy(model.parameters(), lr=0.1, weight_decay=0.1))
 
     def test_a_step_that_sets_its_own_weight_decay(self) -> None:
         class Decaying(torch.optim.AdamW):

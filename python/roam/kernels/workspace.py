@@ -294,13 +294,13 @@ def _allocates(program: Program, call: Call, device: torch.device) -> bool:
     """
     if call.name in _IN_STEPS or device.type == "cuda":
         return True
+    if call.name not in _PRODUCTS:
+        return False
     metas = [program.slots[slot] for slot in call.refs()]
     small = [torch.bfloat16, torch.float16]
     if float32_precisions("mkldnn")[0] not in ("none", "ieee"):
         small.append(torch.float32)  # it is computed in one of these
-    return call.name in _PRODUCTS and any(
-        meta is not None and meta.dtype in small for meta in metas
-    )
+    return any(meta is not None and meta.dtype in small for meta in metas)
 
 
 def _made(program: Program, index: int) -> list[int]:

@@ -422,6 +422,14 @@ class Program:
         meta = self.slots[slot]
         return -1 if meta is None else meta.storage
 
+    def written(self, calls: Iterable[Call] | None = None) -> set[int]:
+        """The storages that these calls write to; by default, all calls."""
+        return {
+            self.storage_of(slot)
+            for call in (self.calls if calls is None else calls)
+            for slot in call.mutates
+        }
+
     def outgoing(self) -> set[int]:
         """Slots whose values outlive the step: results, what references hold afterwards, data that
         is assigned to tensors, schedulers' arguments, and the numbers that say whether calls are

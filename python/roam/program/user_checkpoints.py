@@ -297,7 +297,7 @@ def _without_idle_sets(program: Program, calls: list[Call], kept: Iterable[int])
     """The calls except for those that set a generator's state to what it is."""
     now: dict[Hashable, object] = {}
     read: dict[int, object] = {}
-    changed = {program.storage_of(slot) for call in calls for slot in call.mutates}
+    changed = program.written(calls)
     for index in kept:
         call = calls[index]
         device = _device_of(program, call)

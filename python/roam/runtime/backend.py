@@ -272,7 +272,7 @@ class _Planned:
         program = choice.program
         self._device = variant.device
         self._places = [reference.index for reference, _ in program.referenced]
-        written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+        written = program.written()
         self._changed = [
             reference.index
             for reference, slot in program.referenced

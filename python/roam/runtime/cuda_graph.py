@@ -121,7 +121,7 @@ class CudaGraph:
             if isinstance(reference, ArgumentReference) and _is_copied(program, slot)
         ]
         self._fixed = sorted(set(places.values()) - set(self._copied))
-        written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+        written = program.written()
         self._written = [
             place
             for slot, place in places.items()
@@ -233,7 +233,7 @@ def refuse_graph(program: Program, device: torch.device) -> None:
             )
     if program.assigned():
         raise _refusal("the step assigns to x.data; use x.copy_(...), or leave cuda_graph= out")
-    changed = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+    changed = program.written()
     leaving = program.outgoing()
     inputs = {slot: reference for reference, slot in program.referenced}
     storages = {program.storage_of(slot) for slot in inputs} | {

@@ -43,7 +43,7 @@ def copied_bytes(program: Program) -> int:
     """What copies of all arguments that a program changes take, from which a failed first run is
     undone in the backend of ``torch.compile``.
     """
-    changed = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+    changed = program.written()
     metas = [program.slots[slot] for _, slot in program.referenced]
     return sum(
         math.prod(meta.shape) * meta.dtype.itemsize

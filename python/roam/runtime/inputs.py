@@ -69,7 +69,7 @@ class Inputs:
             for place, meta in enumerate(metas)
             if meta is not None and place not in given
         )
-        changed = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+        changed = program.written()
         self._changed = [meta.storage in changed for meta in metas if meta is not None]
         """For each tensor, whether runs write to its storage."""
         self._given_changed = [storage in changed for storage in storages]

@@ -48,11 +48,11 @@ all_caches = _Caches().now
 
 _PLAIN = frozenset((type(None), type, bool, int, float, str, bytes, FunctionType))
 """Types of most of the values that hold no results."""
-
-
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 _MOST_PARTS: Final = 1_000
+"""A result of more parts is taken to hold tensors."""
 _MOST_RESULTS: Final = 256
+"""More results than this are not compared at every call."""
 
 
 def tensors_in(cache: Any) -> list[torch.Tensor]:
@@ -127,8 +127,8 @@ def _table(cache: Any) -> dict[Any, Any] | None:
 
 def results_of(cache: Any) -> list[tuple[Any, Any]]:
     """The keys and results that a function keeps, of those results that may change or be exchanged:
-    they are no plain values, and no tensors or containers of tensors, which `Results` has. None if
-    there are so many results that to look at them would take long.
+    they are no plain values, and no tensors or containers of tensors, which `Results` has. Nothing
+    of a function that keeps so many results that to look at them would take long.
     """
     if cache.cache_info().currsize > _MOST_RESULTS:
         return []

@@ -396,7 +396,7 @@ def _lower(
             (repeat := again[index]) is not None and not repeat.first_only for index in span
         )
         touched = {program.storage_of(slot) for call in calls for slot in call.refs()}
-        mutated = {program.storage_of(slot) for call in calls for slot in call.mutates}
+        mutated = program.written(calls)
         creates = made[number]
         changed = [
             tensors[s] for s in sorted(mutated & tensors.keys()) if tensors[s] not in creates

@@ -28,8 +28,6 @@ _LOADERS: Final[tuple[Any, ...]] = (
     ExtensionFileLoader,
     zipimporter,
 )
-
-
 _MANY_RESULTS: Final = 64
 _searched: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 """What `cache_info` said of functions with a cache when they were found to keep no fakes."""

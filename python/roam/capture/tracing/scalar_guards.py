@@ -213,7 +213,7 @@ class Slices:
         """Inputs that the calls write to, on copies when asked; None if they share memory or are
         no mere numbers.
         """
-        written = {self._program.storage_of(slot) for call in calls for slot in call.mutates}
+        written = self._program.written(calls)
         changed = [slot for slot in inputs if self._program.storage_of(slot) in written]
         is_copied = len({self._program.storage_of(slot) for slot in changed}) == len(
             changed

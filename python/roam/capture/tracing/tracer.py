@@ -296,7 +296,7 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
         return
     program = recorder.program
     leaves, _ = program.result
-    used = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+    used = program.written()
     used |= {
         program.storage_of(leaf.slot)
         for leaf in leaves
