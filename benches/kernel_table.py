@@ -1,7 +1,7 @@
 """Establish which kernels may write into a plan's memory, and write
 `python/roam/kernels/kernels.json`.
 
-    # Everything; minutes, more on a busy machine if it spins.
+    # Everything; up to an hour.
     OMP_WAIT_POLICY=passive python benches/kernel_table.py
     # A part of it, reported and not written.
     python benches/kernel_table.py --ops add softmax --steps --dry

@@ -633,7 +633,7 @@ def test_what_the_step_has_changed_for_a_function_that_a_region_calls_is_refused
     with pytest.raises(roam.CaptureError) as caught:
         roam.compile(step)(torch.randn(4, 8))
     assert caught.value.code == "compiled_call"
-    assert f"the step has changed {shown} by then" in str(caught.value)
+    assert f"the step has changed {shown}, but torch.compile compiles" in str(caught.value)
     assert (holder[name] if is_item else getattr(holder, name)) is before
 
 

@@ -342,6 +342,33 @@ def module_that_an_object_holds() -> Case:
     return Case(factor, lambda value: setattr(module, "value", value))
 
 
+def attribute_of_a_scheduler() -> Case:
+    net = torch.nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(net.parameters()), 100)
+
+    def factor() -> Any:
+        scheduler.optimizer.step()
+        scheduler.step()
+        return 1 + scheduler.eta_min
+
+    return Case(factor, lambda value: setattr(scheduler, "eta_min", value))
+
+
+def attribute_that_a_scheduler_changes() -> Case:
+    net = torch.nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        torch.optim.SGD(net.parameters()), 3
+    )
+
+    def factor() -> Any:
+        read = 1.0 + scheduler.T_cur
+        scheduler.optimizer.step()
+        scheduler.step()
+        return read
+
+    return Case(factor, lambda value: None)
+
+
 def attribute_of_a_replaced_tensor() -> Case:
     held: dict[str, Any] = {}
 
@@ -482,6 +509,7 @@ def seed_of_a_generator() -> Case:
     end_of_a_dataclass_constructor, text_of_an_object, name_from_an_import, module_from_an_import,
     name_among_the_builtins, closure_variable_of_an_equal_name, result_of_a_cached_function,
     result_that_the_step_makes_first, weak_proxy, module_that_an_object_holds,
+    attribute_of_a_scheduler, attribute_that_a_scheduler_changes,
     attribute_of_a_replaced_tensor, attribute_of_a_replaced_tuple, attributes_of(set),
     attributes_of(frozenset), attributes_of(random.Random, 0), attribute_of_an_array,
     element_of_an_array_of_objects, default_factory, order_of_a_set, class_of_a_thread_local,
@@ -559,8 +587,28 @@ def change_a_series() -> Callable[[], Any]:
     return factor
 
 
+def read_what_a_scheduler_has_changed() -> Callable[[], Any]:
+    net = torch.nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        torch.optim.SGD(net.parameters()), 3
+    )
+
+    def factor() -> float:
+        scheduler.optimizer.step()
+        scheduler.step()
+        return 1.0 + scheduler.T_cur
+
+    return factor
+
+
+def give_a_tensor_to_numpy() -> Callable[[], Any]:
+    weight = torch.ones(4, requires_grad=True)
+    return lambda: float(np.sum((weight * 2).detach().numpy()))
+
+
 @pytest.mark.parametrize(("make", "code"), [
-    (write_to_an_array, "moved"), (draw_in_secret, "unstable"),
+    (read_what_a_scheduler_has_changed, "unknown_number"),
+    (give_a_tensor_to_numpy, "value_reached_python"), (write_to_an_array, "moved"), (draw_in_secret, "unstable"),
     (draw_from_numpy_in_secret, "unstable"), (grow_an_argument, "moved"),
     (change_a_series, "moved"),
 ])  # fmt: skip

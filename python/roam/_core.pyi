@@ -173,7 +173,9 @@ class Tensor:
         """What it is for."""
     @property
     def residency(self) -> _Residency:
-        """Where it is alive beyond the step. Only step-local tensors may live in the pool."""
+        """Whether it is alive before or after the step. Only step-local tensors may live in the
+        pool.
+        """
     @property
     def alignment_bytes(self) -> int:
         """Its own least alignment; if 0, the graph's."""
@@ -781,11 +783,12 @@ def baseline(
             (the published rule for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``,
             ``reversed`` or ``hill_valley``; or one of PyTorch's Inductor: ``inductor_lpmf``,
             ``inductor_bfs`` or ``inductor_dfs``.
-        layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by
-            creation, at the lowest free offset), ``skyline`` (LLFB), ``weighted`` (valleys filled
-            by weighted times) or ``tree`` (the published subgraph tree; ``tree:100`` searches no
-            leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``,
-            ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With ``caching_allocator`` or
+        layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (blocks by falling size, size times
+            lifetime, or lifetime, or as they are made; each at the lowest free offset),
+            ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the
+            published subgraph tree; ``tree:100`` searches no leaf of more than 100 tensors); or one
+            of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb``
+            or ``xla``. With ``caching_allocator`` or
             ``caching_allocator_expandable`` (expandable segments), PyTorch's allocator for CUDA
             takes the place of the pool: ``pool_bytes`` is what it reserves in the long run for all
             tensors except persistent ones (in program order without reuse, this is what eager
@@ -1104,7 +1107,7 @@ def pack(
     Args:
         buffers: what to pack.
         work: how long to search, in comparisons. A core makes about 10^9 comparisons in two or
-            three seconds. The work for a first packing is done in any case.
+            three seconds. A first packing is always made, even if it takes more work.
         time_limit_s: wall-clock limit in seconds; at its end the best packing so far is returned.
             No limit if None.
         target_bytes: the search ends at a pool that is not larger than this. If None, it looks for

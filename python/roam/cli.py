@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive_number,
         metavar="X",
         help="find the least memory at X times the speed of one stream (default: at most 5%% "
-        "slower than the fastest plan that takes no more memory than program order)",
+        "slower than the fastest plan whose total is at most the laid-out total of program order)",
     )
     streams.add_argument(
         "--stream-model",

@@ -6,7 +6,7 @@ All errors derive from :class:`RoamError`, except :class:`PlanningInterrupted` a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from roam._core import Packing, Plan
@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 
+UNKNOWN_LINE: Final = "unknown line"
+"""What messages say where the user's line is not known."""
+
+
 class RoamError(Exception):
     """Something that roam could not do, or refused to do.
 
@@ -33,7 +37,8 @@ class RoamError(Exception):
             empty if there is none.
         operator: name of the operator at fault, or None.
         position: that operator's place in program order, or None.
-        source: ``"file:line"`` of the user's code that the operator comes from, or None.
+        source: ``"file:line"`` of the user's code that the operator comes from, followed by
+            ``" in MODULE"`` if a module of the model was running; None if the line is not known.
     """
 
     code: str
@@ -52,9 +57,9 @@ class RoamError(Exception):
     ) -> None:
         super().__init__(message)
         self.code = code
-        self.operator = operator
+        self.operator = operator or None
         self.position = position
-        self.source = source
+        self.source = None if source is None or source.startswith(UNKNOWN_LINE) else source
 
 
 class GraphError(RoamError, ValueError):

@@ -37,8 +37,8 @@ def optimize(
     possible.
 
     The same graph and settings give the same plan on any number of threads, unless the time limit
-    ends the search. No plan has a larger total than program order. Other Python threads run
-    meanwhile. Ctrl-C ends the search with :class:`roam.PlanningInterrupted`, a
+    ends the search. No plan's total is above the laid-out total of program order. Other Python
+    threads run meanwhile. Ctrl-C ends the search with :class:`roam.PlanningInterrupted`, a
     ``KeyboardInterrupt`` that holds the best plan so far.
 
     Args:
@@ -55,7 +55,8 @@ def optimize(
             raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the
             cost model (docs/reference/formats.md). Of the plans that are so fast, and whose
-            total is no larger than in program order, the one with the smallest total is returned.
+            total is at most the laid-out total of program order, the one with the smallest total
+            is returned.
             If None, a plan is fast enough if it is at most five percent slower than the fastest
             such plan.
         stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``,

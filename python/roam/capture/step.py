@@ -708,11 +708,11 @@ class _Tracer:
                     remedy = (
                         CHANCE
                         if moved[0].endswith(DRAWN)
-                        else "return what you need of it, and change it outside of the step"
+                        else "return the value, and change the state outside of the step"
                     )
                     refusal = CaptureError(
-                        "the step changes Python state that a captured step would not change "
-                        f"again: {moved[0]}; {remedy}",
+                        "the step changes Python state in a way that a plan cannot repeat: "
+                        f"{moved[0]}; {remedy}",
                         code="moved",
                     )
                     if settings is not None:

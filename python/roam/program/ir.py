@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from roam.distributed.collectives import is_collective, is_launch
+from roam.errors import UNKNOWN_LINE
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
@@ -49,7 +50,7 @@ class Source:
     line: int = 0
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.file else "unknown line"
+        place = f"{self.file}:{self.line}" if self.file else UNKNOWN_LINE
         return f"{place} in {self.module}" if self.module else place
 
 

@@ -21,8 +21,8 @@ _ROUNDS = {"allreduce_": 2, "barrier": 2}
 class Links:
     """The links between ranks: fast ones within a machine, slower ones between machines.
 
-    The defaults are four fifths of what the links of eight A100 can carry: NVLink within a machine
-    (300 GB/s in each direction), and 200 Gbit/s of InfiniBand for each GPU.
+    The defaults are four fifths of what the links of eight A100 GPUs can carry: NVLink within a
+    machine (300 GB/s in each direction), and 200 Gbit/s of InfiniBand for each GPU.
 
     Attributes:
         machine_ranks: how many ranks with consecutive numbers share a machine.

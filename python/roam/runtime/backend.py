@@ -242,7 +242,11 @@ class PlannedGraph:
         if self._options.kernels == "inductor":
             module = with_compiled_blocks(module, args)
             if module is self._module:
-                logger.warning("%s has no repeated blocks, and runs eager kernels", self._name)
+                logger.warning(
+                    "%s has no repeated blocks, and runs eager kernels; leave kernels='inductor' "
+                    "out, or remove the graph break that cuts the blocks",
+                    self._name,
+                )
         program = record_graph(module, args, phase=self._phase, dying=self._dying)
         variant = Variant(program, self._name, as_written=program)
         if variant.device.type not in _PLANNED_DEVICES:

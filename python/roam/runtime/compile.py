@@ -88,8 +88,10 @@ def compile(
         time_limit_s: limit for planning, in seconds.
         pool: If True, planned tensors lie in one static pool per device, allocated before step 1
             (see `Step.release`). If False, they come from PyTorch's allocator; the plan's order and
-            its reuse still save memory. None means True, unless the planned total with the pool is
-            over 2 % above the total with the allocator, or above the total in program order.
+            its reuse still save memory. None means True, with three exceptions: the planned total
+            with the pool is over 2 % above the total with the allocator; it is above the total in
+            program order; or compiled blocks of the step free tensors while they run, and the pool
+            costs any memory at all.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find kernels that
             read dead memory. Slow.
         max_plans: how many plans are kept. Calls with other batch shapes, with other values that
@@ -98,17 +100,17 @@ def compile(
             the plans with their costs.
         streams: on CUDA, how many streams may run operators at the same time. More streams take
             more memory, but the total is never above the laid-out total of program order.
-        memory: the most that every step may take in all, parameters and optimizer state included:
-            bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan without
-            recomputation takes, or ``"auto"`` for what the device has free when the step is
-            planned. If order and layout need more, operators whose results are the same bits run
+        memory: the most that a step that runs by a plan may take, parameters and optimizer state
+            included: bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan
+            without recomputation takes, or ``"auto"`` for what the device has free when the step
+            is planned. If order and layout need more, operators whose results are the same bits run
             again. See docs/how-to/memory-budget.md.
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
             written. By default the plan chooses what runs again, inside of these regions and
             elsewhere.
         offload: with `memory`, a folder on a disk. Activations may be stored in a file there and
-            loaded in the backward pass, if that takes less time than making them again. On the CPU
-            only. See docs/how-to/memory-budget.md.
+            loaded in the backward pass, if that takes less time than making them again, or if no
+            other plan is found. On the CPU only. See docs/how-to/memory-budget.md.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
@@ -134,8 +136,8 @@ def compile(
         raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError(
-            "a plan for several streams needs the pool and cannot poison it; leave pool=False "
-            "and poison=True out, or streams="
+            "a plan for several streams supports neither pool=False nor poison=True; leave them "
+            "out, or streams="
         )
     if max_plans < 1:
         raise ValueError(f"max_plans must be at least 1, not {max_plans}")
@@ -266,7 +268,7 @@ class Step:
             captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
             logger.info(
-                "the step branches on values, so its own function runs once, to learn their "
+                "the step branches on values, so your own function runs once, to learn their "
                 "outcomes; the next call is captured"
             )
             return None
@@ -276,7 +278,7 @@ class Step:
             if not refusal.settles or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1
-            logger.info("%s. The step's own function runs, and the next call is captured", refusal)
+            logger.info("%s. Your own function runs, and the next call is captured", refusal)
             return None
         self._known.settling = 0
         return captured
@@ -297,7 +299,7 @@ class Step:
         if self._options.memory is not None and not self._is_told:
             self._is_told = True
             logger.warning(
-                "%s: no plan fits this call, so the step's own function runs, and its memory may "
+                "%s: no plan fits this call, so your own function runs, and its memory may "
                 "exceed the limit",
                 self._name,
             )
@@ -342,7 +344,7 @@ class Step:
                 return result
             except Declined as declined:
                 if not declined.answers:
-                    logger.warning("%s; the step's own function runs in the plan's place", declined)
+                    logger.warning("%s; your own function runs in the plan's place", declined)
                     return self._train_step(*args, **kwargs)
                 logger.info("%s", declined)
                 known = declined.answers
@@ -350,8 +352,8 @@ class Step:
         self._in_vain += 1
         if self._in_vain == _MANY_IN_VAIN:
             logger.warning(
-                "in each of the last %d calls, branches on values (docs/explanation/values.md) went another way than in every plan, so the "
-                "step's own function ran. Use torch.where there, or set ROAM_DISABLE=1",
+                "in each of the last %d calls, branches on values (docs/explanation/values.md) went another way than in every plan, so "
+                "your own function ran. Use torch.where there, or set ROAM_DISABLE=1",
                 self._in_vain,
             )
         return self._own(args, kwargs, known)
@@ -474,8 +476,8 @@ class Step:
         return KeptPlans(tuple(plans), self._captures.most)
 
     def memory(self) -> StepMemory:
-        """The memory of the most recent call that had a plan: by that plan, and as measured if it
-        was called by `measured` or `measured_eagerly`.
+        """The memory of the most recent call that had a plan: the planned figures, and the
+        measured ones if the call was made through `measured` or `measured_eagerly`.
 
         Raises:
             ExecutionError: before the first call.
@@ -570,7 +572,7 @@ class Step:
         Before the first call, it is the plan that `plan` made.
 
         Args:
-            links: the links between ranks; None for machines with eight A100.
+            links: the links between ranks; None for machines with eight A100 GPUs.
 
         Raises:
             ExecutionError: nothing is planned yet (code ``no_call``).

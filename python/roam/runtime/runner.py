@@ -223,8 +223,8 @@ class Runner:
             for guard, answer in self._program.computed_guards:
                 if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
                     return (
-                        f"{guard.source} depends on values that change, and its result "
-                        "differs from the one at capture"
+                        f"a condition on values, at {guard.source}, has another result than at "
+                        "capture"
                     )
         return None
 
@@ -268,8 +268,8 @@ class Runner:
             if expects_backward(module.reducer):
                 raise Declined(
                     "a forward pass of a DistributedDataParallel outside of the step has had no backward "
-                    "pass, and only a step of eager PyTorch ends the module's waiting for it; "
-                    "evaluate under torch.no_grad()"
+                    "pass. The module waits for it, and only your own function can run it; evaluate "
+                    "under torch.no_grad()"
                 )
         with interrupts_wait():
             with (

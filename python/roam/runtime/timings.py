@@ -91,7 +91,11 @@ class Timings:
         )  # fmt: skip
         shown = [
             f"{name} {stage.wall_s:.2f} s"
-            + (f" ({stage.count} {unit}" if unit else "")
+            + (
+                f" ({stage.count} {unit if stage.count != 1 else unit.removesuffix('s')}"
+                if unit
+                else ""
+            )
             + (f", {stage.from_disk} from disk" if stage.from_disk else "")
             + (")" if unit else "")
             for name, stage, unit in stages

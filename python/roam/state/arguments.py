@@ -309,3 +309,15 @@ def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 __all__ = ["Opened", "Parts", "Taken", "Taker", "live_floats", "parts_of"]
+
+
+def argument_path(path: tuple[Any, ...]) -> str:
+    """What messages call a part of a call's arguments, as in ``args[0]['mask']``.
+
+    Args:
+        path: where it is in the pair of positional arguments and keyword arguments.
+    """
+    is_keyword, rest = path[0].idx == 1, path[1:]
+    if is_keyword:
+        return f"{rest[0].key}{pytree.keystr(rest[1:])}"
+    return f"args{pytree.keystr(rest)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 from array import array
@@ -268,6 +269,10 @@ def entries_of(container: list[Any] | dict[Any, Any]) -> Items:
     return list(container.items()) if type(container) is dict else []
 
 
+_MOST_MOVED: Final = 64
+"""How many elements of a set are tried as the last one, to give the set back its order."""
+
+
 class SetSpace(Space):
     """A set. Its elements are their own keys. An element remains the key of its place while another
     one is there, until `put`.
@@ -284,9 +289,27 @@ class SetSpace(Space):
         return [(element, element) for element in set.__iter__(self.holder)]
 
     def put(self, items: Items) -> None:
-        set.clear(self.holder)
-        set.update(self.holder, [element for element, _ in items])
+        self._fill([element for element, _ in items])
         self._others = {}
+
+    def _fill(self, elements: list[Any]) -> None:
+        """Gives the set these elements, and as far as possible in this order. An element that finds
+        its slot taken goes to another one, so it may have to be added last.
+        """
+        kept = set(map(id, elements))
+        for element in list(set.__iter__(self.holder)):
+            if id(element) not in kept:
+                set.discard(self.holder, element)
+        if all(map(operator.is_, set.__iter__(self.holder), elements)) and len(kept) == set.__len__(
+            self.holder
+        ):
+            return  # as after a mere addition
+        for moved in (None, *range(min(len(elements) - 1, _MOST_MOVED))):
+            order = elements if moved is None else [*elements, elements[moved]]
+            set.clear(self.holder)
+            set.update(self.holder, [element for n, element in enumerate(order) if n != moved])
+            if all(map(operator.is_, set.__iter__(self.holder), elements)):
+                return
 
     def get(self, key: Any) -> Any:
         wanted = self._others.get(id(key), key)
@@ -299,8 +322,7 @@ class SetSpace(Space):
         elements = [
             value if element is wanted else element for element in set.__iter__(self.holder)
         ]
-        set.clear(self.holder)
-        set.update(self.holder, elements)
+        self._fill(elements)
         self._others[id(key)] = value
 
 

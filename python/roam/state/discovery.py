@@ -83,6 +83,8 @@ from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__", "extra_repr"})
+_SCHEDULED: Final = frozenset({"last_epoch", "_step_count", "_last_lr", "step"})
+"""Attributes of schedulers of which a trace gives the step something else."""
 _SCHEDULERS: Final = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.optim.lr_scheduler.ReduceLROnPlateau,
@@ -395,6 +397,7 @@ class _Walk:
         elif issubclass(kind, _SCHEDULERS):
             self._list(self.reach.schedulers, value, path)
             self._live_object(value, path)
+            self._scheduler(value, path)
         elif issubclass(kind, torch.amp.GradScaler):
             self._list(self.reach.scalers, value, path)
             self._place(ScalerSpace(value, path), guarded=True)
@@ -645,6 +648,22 @@ class _Walk:
         for name, part in attributes.items():
             if isinstance(part, torch.optim.Optimizer):
                 self.guarded.append((part, f"{path}.{name}", self.edge))
+
+    def _scheduler(self, scheduler: Any, path: str) -> None:
+        """Guard what the step itself reads of a scheduler. If its reads cannot be noted, nothing is
+        guarded, since nobody knows what its `step()` changes at every call.
+        """
+        attributes = scheduler.__dict__
+        key = self.reads.key_of(scheduler, attributes)
+        names = self.reads.names_of(key)
+        if names is None:
+            read = attributes.keys() if key is not None and self.reads.is_narrow else ()
+        else:
+            read = names & attributes.keys()
+        guarded = sorted(set(read) - _SCHEDULED - {"optimizer"})
+        self._fill(
+            AttributesSpace(attributes, guarded, path, label=_child(path)), guarded=True, owner=key
+        )
 
     def _partial(
         self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.arguments import Taker
+from roam.state.arguments import Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
@@ -40,7 +40,6 @@ from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
 from roam.state.namespaces import NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
-from roam.torch_compat.private import pytree
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -483,7 +482,7 @@ class ArgGuard:
         self._leaves = [
             (path, _LIVE if index in live else _leaf(value, index in received))
             for index, (path, value) in enumerate(
-                zip(taken.paths(_argument_path, args, kwargs), taken.leaves, strict=True)
+                zip(taken.paths(argument_path, args, kwargs), taken.leaves, strict=True)
             )
         ]
         self._aliasing = self._alias(taken.leaves)
@@ -595,13 +594,6 @@ def _leaf(value: Any, is_received: bool = False) -> Any:
     if is_numpy_array(value) and not value.dtype.hasobject:
         return tuple(ArraySpace(value, "").items())
     return value
-
-
-def _argument_path(path: tuple[Any, ...]) -> str:
-    is_keyword, rest = path[0].idx == 1, path[1:]
-    if is_keyword:
-        return f"{rest[0].key}{pytree.keystr(rest[1:])}"
-    return f"args{pytree.keystr(rest)}"
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:

@@ -90,8 +90,9 @@ class LiveNode:
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.trace.refuse(
-            f"the value of {self.origin} is used in Python, and a plan would keep its value from "
-            f"the capture; {self.trace.remedy(self.slot)}",
+            f"Python needs the number from {self.origin} itself here, as float(), round(), text, a "
+            "size and an index do, and a plan would keep the number of the capture; if you only "
+            f"calculate with it, leave out what asks for it; otherwise {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
 

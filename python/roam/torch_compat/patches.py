@@ -61,8 +61,8 @@ _NO_SPREAD_RANDOM = "all processes draw the same numbers, or the state is left e
 
 PATCHES: Final = (
     # Values and memory of tensors.
-    Patch("torch.Tensor", ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"),
-          _VALUE, _NO_VALUE),
+    Patch("torch.Tensor", ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
+                           "numpy"), _VALUE, _NO_VALUE),
     Patch("torch", ("is_nonzero", "equal", "allclose"), _VALUE, _NO_VALUE),
     Patch("torch.Tensor", ("__repr__", "__str__", "__format__"), "printing a tensor shows its values", _NO_VALUE),
     Patch("torch.Tensor", ("data_ptr", "storage"), _REAL, _NO_REAL),

@@ -43,7 +43,7 @@ pub struct Row {
     pub limit: i64,
 }
 
-/// A mixed integer linear program: minimise the cost over all values that keep every bound and row.
+/// A mixed integer linear program: minimize the cost over all values that keep every bound and row.
 /// Columns and rows stand in a sequence that depends on what is asked alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Program {

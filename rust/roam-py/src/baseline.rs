@@ -22,8 +22,8 @@ use roam_core::stages::{Needs, Prepared};
 ///     order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates`` (the published rule
 ///         for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``; or one of
 ///         PyTorch's Inductor: ``inductor_lpmf``, ``inductor_bfs`` or ``inductor_dfs``.
-///     layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by creation, at the lowest free
-///         offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree;
+///     layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (blocks by falling size, size times lifetime, or lifetime,
+///         or as they are made; each at the lowest free offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree;
 ///         ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
 ///         ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
 ///         allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors (in

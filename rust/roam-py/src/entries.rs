@@ -219,7 +219,7 @@ impl PyTensor {
     fn kind(&self) -> String {
         word(self.get().kind)
     }
-    /// Where it is alive beyond the step.
+    /// Whether it is alive before or after the step.
     #[getter]
     fn residency(&self) -> String {
         word(self.get().residency)

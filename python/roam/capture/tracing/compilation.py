@@ -19,7 +19,7 @@ from roam.capture.tracing.compiled_code import (
 )
 from roam.capture.tracing.compiled_state import State, changes_of
 from roam.capture.tracing.guarded_values import Guarded, guarded_by
-from roam.errors import CaptureError
+from roam.errors import UNKNOWN_LINE, CaptureError
 from roam.program.ir import Source
 from roam.torch_compat.private import (
     compiled_entries,
@@ -67,12 +67,12 @@ class Compiler:
         if id(wanted.call.code) in self.given_up:
             return None
         for name, now, then in changes_of(wanted.state):
-            what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
+            what = f"set {name} to {then!r}, but torch.compile would compile the function for {now!r}, the value before the step"
             if isinstance(then, tuple):
-                what = f"changed {name} by then; it would be compiled for what was there before the step"
+                what = f"changed {name}, but torch.compile would compile the function for what was there before the step"
             raise refused_call(
                 wanted,
-                f"the step has {what}; set such attributes before the step, as model.train() does",
+                f"before this call the step has {what}; set such attributes before the step, as model.train() does",
                 code="compiled_call",
             )
         found: list[Code | None] = []
@@ -185,4 +185,4 @@ def _first_line(error: Exception) -> str:
 def _last_line(error: Exception) -> str:
     """The line of the user's that a compiler names last."""
     lines = _LINE.findall(str(error))
-    return "{}:{}".format(*lines[-1]) if lines else "unknown line"
+    return "{}:{}".format(*lines[-1]) if lines else UNKNOWN_LINE

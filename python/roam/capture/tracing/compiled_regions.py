@@ -487,8 +487,8 @@ class Regions:
         """Refuses a call where something has changed that Dynamo's code for it depends on."""
         for changed in changes_since(guarded, view):
             self._refused(
-                f"the step has changed {changed} by then; it is compiled for what was there before the step. Change it before the "
-                "step, as model.train() does, or give it to the function as an argument",
+                f"before this call the step has changed {changed}, but torch.compile compiles the function for what was there before "
+                "the step. Change it before the step, as model.train() does, or pass it to the function as an argument",
                 code="compiled_call",
             )  # fmt: skip
 
@@ -499,8 +499,8 @@ class Regions:
         for name, read, before in self._switches:
             if not same(before, now := read()):
                 self._refused(
-                    f"the step has changed PyTorch's {name} by then from {show(before)} to {show(now)}; it would be compiled for the "
-                    "former. Change it before the step, or inside of the compiled function",
+                    f"before this call the step has changed PyTorch's {name} from {show(before)} to {show(now)}, but torch.compile would "
+                    "compile the function for the former. Change it before the step, or inside of the compiled function",
                     code="compiled_call",
                 )  # fmt: skip
 
@@ -520,15 +520,15 @@ class Regions:
 
     def _refuse_number(self) -> None:
         self._refused(
-            "it uses a Python number that the step changes; it would be compiled for the number's value. Keep it in a tensor, such as "
+            "the function uses a Python number that the step changes, and would be compiled for one value of it. Keep the number in a tensor, such as "
             "a buffer, or change it outside of the step",
             code="compiled_call",
         )  # fmt: skip
 
     def _refuse_optimizer(self) -> NoReturn:
         self._refused(
-            "its graph breaks in an optimizer; call the plain function, an optimizer's step or the whole step, without torch.compile: "
-            "roam plans it too",
+            "its graph breaks in an optimizer. Do not give an optimizer's step or the whole step to torch.compile: roam plans both "
+            "as they are",
             code="compiled_graph_break",
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta
-from roam.state.arguments import Taker
+from roam.state.arguments import Taker, argument_path
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
@@ -64,7 +64,6 @@ from roam.torch_compat.private import (
     layout_of,
     local_of,
     parameters_of,
-    pytree,
     set_flat_weights,
 )
 
@@ -119,7 +118,7 @@ class FakeState:
         self.taker = Taker() if taker is None else taker
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
-        paths = self.taken.paths(lambda path: f"argument {pytree.keystr(path)}", args, kwargs)
+        paths = self.taken.paths(argument_path, args, kwargs)
         self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))
         """References whose tensors exist before any step: parameters, buffers, the user's own."""

@@ -148,7 +148,7 @@ def check_skippable(program: Program) -> None:
         slot in skip_if
         for slot in refs([program.result[0], [call.arguments for call in program.after]])
     ):
-        raise _escapes("the step returns, or gives a scheduler,")
+        raise _escapes("the step returns (or gives to a scheduler)")
     steps: dict[int, list[int]] = {}
     for optimizer, slot in program.skippable:
         steps.setdefault(id(optimizer), []).append(slot)
@@ -167,7 +167,7 @@ def check_skippable(program: Program) -> None:
 
 def _escapes(what: str, operator: str = "", source: str = "") -> CaptureError:
     return CaptureError(
-        f"{what} what an optimizer's step makes, which does not exist if a gradient scaler skips "
-        "that step; use it only inside of the optimizer's step",
+        f"{what} a value that an optimizer's step makes, and the value does not exist if a "
+        "gradient scaler skips that step; use it only inside of the optimizer's step",
         code="scaler", operator=operator, source=source,
     )  # fmt: skip

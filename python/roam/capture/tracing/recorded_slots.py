@@ -458,7 +458,7 @@ class Slots:
         for name in own_attributes(tensor):
             raise CaptureError(
                 f"the step sets the attribute {name!r} of the tensor at {place}, which a "
-                "captured step would not do; keep its value in a dictionary",
+                "plan cannot repeat; keep its value in a dictionary",
                 code="tensor_attribute",
             )
         return slot

@@ -333,7 +333,7 @@ class Values(Slots):
             return "pass validate_args=False to the distribution"
         if self._slices.is_drawn(slot):
             return CHANCE
-        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it there"
+        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it outside"
 
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(

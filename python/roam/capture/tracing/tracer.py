@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import inspect
 import operator
 import sys
 import threading
@@ -37,7 +38,7 @@ from roam.capture.tracing.rng import Watch, stand_ins
 from roam.capture.tracing.scalar_guards import may_be_asked
 from roam.capture.tracing.source_location import Frames, is_torch_file, shown_path
 from roam.distributed.ddp import is_ddp
-from roam.errors import CaptureError
+from roam.errors import UNKNOWN_LINE, CaptureError
 from roam.interrupts import interrupts_allowed
 from roam.own_code import is_own_file
 from roam.program.ir import History, HostCall, Program, Ref
@@ -373,7 +374,7 @@ def user_line(error: BaseException) -> str:
             or is_own_file(frame.filename)
         ):
             return f"{shown_path(frame.filename)}:{frame.lineno}"
-    return "unknown line"
+    return UNKNOWN_LINE
 
 
 class _Original:
@@ -508,6 +509,17 @@ def _watched(
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    plain_numpy = torch.Tensor.numpy
+
+    def numpy(tensor: Any, **options: Any) -> Any:
+        if isinstance(tensor, FakeTensor):
+            recorder.refuse(
+                "the step gives a tensor to NumPy, which would see its values; use torch's "
+                "operators, or return the tensor and call numpy() outside of the step",
+                code="value_reached_python",
+            )
+        return plain_numpy(tensor, **options)
+
     plain_truth = torch.Tensor.__bool__
 
     def truth(tensor: Any) -> bool:
@@ -555,6 +567,7 @@ def _watched(
 
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
+        replace(torch.Tensor, "numpy", numpy)
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
@@ -696,24 +709,48 @@ def _scheduler(
         )
         for reference in rates:
             reference.set(recorder.unknown(f"{reference.path} after {path}.step()"))
+        fake_state.reach.reads.ask_before(scheduler, refuse_if_changed)
+
+    unchanged = _kept_by_step(scheduler)
+
+    def refuse_if_changed(name: str) -> None:
+        if (name in held or name in ("__dict__", "__getstate__")) and name not in unchanged:
+            recorder.refuse(
+                f"the step reads {path}.{name} after {path}.step(), which a plan calls when the "
+                "step has ended; read it before, or outside of the step",
+                code="unknown_number",
+            )
 
     def last_rates() -> list[Any]:
         return [reference.get() for reference in rates if reference.key == "lr"]
 
+    held: dict[str, Any] = {}
     unknown = recorder.unknown(f"{path}'s own counters")
     names = [name for name in ("last_epoch", "_step_count", "_last_lr") if name in vars(scheduler)]
     replacements = [(scheduler, "step", step), (scheduler, "get_last_lr", last_rates)]
     with replaced([*replacements, *((scheduler, name, unknown) for name in names)], of=SCHEDULERS):
-        held = dict(vars(scheduler))
+        held |= object.__getattribute__(scheduler, "__dict__")
         yield
-        if held.keys() != vars(scheduler).keys() or any(
-            not same(held[key], now) for key, now in vars(scheduler).items()
+        now = object.__getattribute__(scheduler, "__dict__")
+        if held.keys() != now.keys() or any(
+            not same(held[key], value) for key, value in now.items()
         ):
             raise CaptureError(
                 f"the step changes attributes of {path} itself, not by its step(); change them "
                 "outside of the step",
                 code="moved",
             )
+
+
+def _kept_by_step(scheduler: Any) -> frozenset[str]:
+    """The attributes that a scheduler's `step()` leaves as they are, as far as that is known: of
+    PyTorch's own what their constructors are given. The others are replaced for the trace.
+    """
+    replaced_ones = frozenset({"step", "get_last_lr", "last_epoch", "_step_count", "_last_lr"})
+    kind = type(scheduler)
+    if kind.__module__ != torch.optim.lr_scheduler.__name__:
+        return replaced_ones | {"optimizer"}
+    return replaced_ones | {"base_lrs", *inspect.signature(kind.__init__).parameters}
 
 
 def _may_change(scheduler: Any, reference: RateReference) -> bool:
@@ -953,7 +990,7 @@ def _original_endings(
         if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
             raise CaptureError(
                 f"the step calls retain_grad() on {references[one.slot].path}, which keeps no gradient "
-                "after a captured step; leave it out, or detach the tensor",
+                "after a plan has run; leave it out, or detach the tensor",
                 code="moved",
             )
         if hooks_on(one.tensor) != one.hooks:
@@ -967,7 +1004,7 @@ def _original_endings(
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
                     f"the step sets the attribute {name!r} of {references[one.slot].path}, which "
-                    "a captured step would not do; set it outside of the step, or keep its "
+                    "a plan cannot repeat; set it outside of the step, or keep its "
                     "value in a dictionary",
                     code="tensor_attribute",
                 )
@@ -1290,7 +1327,7 @@ class ArgumentsChange(Exception):
     def refusal(self) -> CaptureError:
         """What to raise if there is no such object."""
         return CaptureError(
-            "the step changes a list or dictionary among its arguments, which a captured step would not do again; let it work on a "
-            "copy",
+            "the step changes a list or dictionary among its arguments in a way that a plan cannot repeat; let it "
+            "work on a copy",
             code="moved",
         )

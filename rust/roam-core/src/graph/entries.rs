@@ -105,7 +105,7 @@ pub struct Tensor {
     pub size_bytes: u64,
     /// What it is for.
     pub kind: Kind,
-    /// Where it is alive beyond the step.
+    /// Whether it is alive before or after the step.
     pub residency: Residency,
     /// Least alignment of its own, a power of two; the graph's where 0.
     #[serde(default, skip_serializing_if = "is_zero")]
