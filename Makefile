@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # that is done takes over half of what another has left.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install wheel dependencies demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu gpu-test docs site lint lint-workflows format lock release ci clean
+.PHONY: help install install-wheel wheel dependencies demo quick test-planner test canaries durations rust-build rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu gpu-test docs site lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -66,6 +66,9 @@ dependencies: $(BIN)/maturin
 # One core builds the planner while another unpacks packages. An older build of the same version is replaced.
 install: $(BIN)/maturin
 	$(MAKE) --no-print-directory --jobs 2 wheel dependencies
+	$(MAKE) --no-print-directory install-wheel
+
+install-wheel:
 	$(BIN)/pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
 
 demo: install
@@ -91,6 +94,9 @@ durations:
 	mkdir -p target
 	$(BIN)/python -m pytest $(PARALLEL) --junit-xml=target/tests.xml
 	$(BIN)/python benches/durations.py target/tests.xml
+
+rust-build:
+	cargo test --locked --quiet --no-run
 
 rust-test:
 	cargo test --locked --quiet
@@ -187,12 +193,13 @@ release:
 	done
 	ls -l $(DIST)
 
-# One after another: the machine's cores belong to the step that runs. Nothing is compiled twice.
+# While packages arrive and while mypy thinks, a core compiles the planner's tests. The Python tests
+# have the machine to themselves. Nothing is compiled twice.
 ci: export CARGO_INCREMENTAL = 0
 ci:
-	$(MAKE) --no-print-directory install
-	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory rust-test
+	$(MAKE) --no-print-directory --jobs 2 --output-sync wheel dependencies rust-build
+	$(MAKE) --no-print-directory install-wheel
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint rust-test
 	$(MAKE) --no-print-directory wheel-test
 	$(MAKE) --no-print-directory test
 
