@@ -21,6 +21,8 @@ _UNMOVABLE = frozenset(
         "_conj", "_neg_view",
         # What counts from where a storage begins, or gives a tensor other memory.
         "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "set_",
+        # Their results keep the offset and the gaps of what they are given.
+        "diagonal_scatter", "select_scatter", "slice_scatter",
     )
 )  # fmt: skip
 """Operators whose tensors cannot lie in another storage than the one that they were captured in."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -119,7 +120,8 @@ class Captures(Sequence[Captured[R]]):
         """Whether, with this capture, just so many have been made for the same reason that a
         warning is due.
         """
-        return sum(other.reason == captured.reason for other in self) == MANY
+        place = _place_of(captured.reason)
+        return sum(_place_of(other.reason) == place for other in self) == MANY
 
     def advice(self) -> str:
         """What the user can do about many captures, judged by what differs between them."""
@@ -144,11 +146,17 @@ class Captures(Sequence[Captured[R]]):
         )
 
     def _use(self, captured: Captured[R]) -> None:
-        self._captures.move_to_end(captured)
-        alike = self._by_key[captured.key]
-        if alike[0] is not captured:
-            alike.remove(captured)
-            alike.insert(0, captured)
+        with suppress(LookupError, ValueError):  # another thread has just dropped it
+            self._captures.move_to_end(captured)
+            alike = self._by_key[captured.key]
+            if alike[0] is not captured:
+                alike.remove(captured)
+                alike.insert(0, captured)
+
+
+def _place_of(reason: str) -> str:
+    """What of a reason is equal if the same thing has yet another value."""
+    return reason.partition(" changed from ")[0]
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections import OrderedDict
@@ -134,13 +135,21 @@ def compile(
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
+    if type(streams) is not int or streams < 1:
+        raise ValueError(f"streams must be an integer of at least 1, not {streams!r}")
+    if type(pool) not in (bool, type(None)):
+        raise ValueError(f"pool must be True, False or None, not {pool!r}")
+    if time_limit_s is not None and (
+        type(time_limit_s) not in (int, float) or not time_limit_s >= 0
+    ):
+        raise ValueError(f"time_limit_s must be seconds, 0 or more, not {time_limit_s!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError(
             "a plan for several streams supports neither pool=False nor poison=True; leave them "
             "out, or streams="
         )
-    if max_plans < 1:
-        raise ValueError(f"max_plans must be at least 1, not {max_plans}")
+    if type(max_plans) is not int or max_plans < 1:
+        raise ValueError(f"max_plans must be an integer of at least 1, not {max_plans!r}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
     if cuda_graph and (streams > 1 or poison or memory is not None):
@@ -163,6 +172,23 @@ def compile(
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
+    )
+
+
+def _loaded(
+    function: Callable[..., Any],
+    on_change: OnChange,
+    keep_grads: bool,
+    options: Options,
+    max_plans: int,
+) -> Step:
+    """A compiled step from a file: it has the options of the one that was saved, and no plans."""
+    return Step(
+        function,
+        on_change=on_change,
+        keep_grads=keep_grads,
+        options=options,
+        max_plans=max_plans,
     )
 
 
@@ -340,7 +366,7 @@ class Step:
             try:
                 once = partial(self._run_once, other, args, kwargs)
                 result = other.measured(once) if is_measured else once()
-                self._in_vain, self._last = 0, other
+                self._in_vain, self._known.settling, self._last = 0, 0, other
                 return result
             except Declined as declined:
                 if not declined.answers:
@@ -418,6 +444,13 @@ class Step:
             options=self._options,
             max_plans=self._captures.most,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        return self.anew(copy.deepcopy(self._train_step, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, most = self._train_step, self._captures.most
+        return _loaded, (function, self._on_change, self._keep_grads, self._options, most)
 
     def show(self, seen: Seen) -> None:
         """Gives captures the outcomes of branches that another step's run has shown, for as long as

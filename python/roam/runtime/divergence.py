@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -124,11 +124,16 @@ def _has_values(call: Call) -> bool:
     return isinstance(call.target, OpOverload) and call.target.name() not in UNINITIALIZED
 
 
+_PIECE_BYTES: Final = 1 << 20
+
+
 def digest(tensor: torch.Tensor) -> bytes:
     """Tells tensors of another dtype, shape or bits of any element apart; strides do not count."""
     with disable_current_modes(), torch.no_grad():
         found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
         if tensor.layout is torch.strided and tensor.device.type != "meta":
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
-            found.update(flat.view(torch.uint8).numpy().data)
+            for piece in flat.view(torch.uint8).split(_PIECE_BYTES):
+                # A tensor that is given to NumPy cannot be resized any more, so it gets a copy.
+                found.update(piece.clone().numpy().data)
     return found.digest()

@@ -30,6 +30,9 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._lock = threading.Lock()
+        self._holder: int | None = None
+        """The thread whose step runs."""
+        self._is_released = False
         self._stream: torch.cuda.Stream | None = None
 
     @staticmethod
@@ -62,9 +65,17 @@ class Pool:
         `most_bytes`.
 
         Raises:
-            ExecutionError: there is not enough memory; nothing has been changed.
+            ExecutionError: there is not enough memory, or this thread is in the middle of another
+                step; nothing has been changed.
         """
-        with self._lock:
+        if self._holder == threading.get_ident():
+            raise ExecutionError(
+                "a compiled step is called while another one runs in the same thread (by a signal "
+                "handler, or by an operator's kernel), and both need the pool; nothing has been "
+                "changed. Call it when the other has ended, or pass pool=False to roam.compile",
+                code="pool_in_use",
+            )
+        with self._kept():
             if most_bytes is not None and self.nbytes > most_bytes:
                 self._storage.resize_(0)
             self._reserve(size_bytes)
@@ -72,10 +83,25 @@ class Pool:
             yield
 
     def release(self) -> None:
-        """Gives the memory back to the allocator, until the next step."""
+        """Gives the memory back to the allocator, until the next step. If a step of this thread
+        runs, as when a signal handler calls, this happens at its end.
+        """
+        if self._holder == threading.get_ident():
+            self._is_released = True
+            return
+        with self._kept():
+            self._is_released = True
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
         with self._lock:
-            if self.nbytes:
-                self._storage.resize_(0)
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                if self._is_released and self.nbytes:
+                    self._storage.resize_(0)
+                self._is_released, self._holder = False, None
 
     def tensor(self, meta: TensorMeta, offset_bytes: int) -> torch.Tensor:
         """A view with a tensor's dtype, shape and strides, of a storage that begins at an offset.

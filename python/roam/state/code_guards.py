@@ -21,6 +21,7 @@ from roam.garbage import referrers
 from roam.state.equality import MISSING, show
 from roam.state.library_code import is_library, is_library_code
 from roam.state.reach import Reach
+from roam.torch_compat.private import FakeTensor
 
 _FUNCTIONS: Final = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -271,8 +272,8 @@ def _classes_around(code: dict[types.CodeType, Names]) -> Iterator[type]:
         value: Any = names
         for name in getattr(one, "co_qualname", "").split(".")[:-1]:
             value = (value if isinstance(value, dict) else vars(value)).get(name)
-            if not isinstance(value, type):
-                break
+            if not isinstance(value, type) or issubclass(value, FakeTensor):
+                break  # capture itself replaces methods of fake tensors
             yield value
 
 

@@ -106,7 +106,12 @@ class LiveNode:
         statically_known_true
     ) = _reached_python
     wrap_float = wrap_bool = _reached_python
-    str = _graph_repr = _reached_python
+
+    def str(self) -> Any:
+        """A profiler shows what it has seen when it ends; nobody else has such a number by then."""
+        return "a number of the step" if self.trace.is_over else self._reached_python()
+
+    _graph_repr = str
 
 
 class FixedNode:

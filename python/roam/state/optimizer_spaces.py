@@ -72,7 +72,7 @@ class OptimizerSpace(Space):
             self.holder.__dict__[key] = value
 
     def is_live(self, key: Any, old: Any, value: Any) -> bool:
-        if type(key) is not tuple:
+        if type(key) is not tuple or key[1] == "params":
             return False
         if type(old) is tuple and type(value) is tuple:
             return len(old) == len(value) and all(

@@ -9,7 +9,13 @@ from typing import Any, NoReturn, Protocol
 
 
 class TraceContext(Protocol):
-    """A trace that records. Slots number its values."""
+    """A trace that records. Slots number its values.
+
+    Attributes:
+        is_over: whether it has ended.
+    """
+
+    is_over: bool
 
     def refuse(self, message: str, *, code: str, op: str = "") -> NoReturn:
         """Raises a `CaptureError` that names the user's line."""

@@ -10,6 +10,7 @@ import builtins
 import functools
 import gc
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
@@ -205,7 +206,10 @@ def resolved(path: str) -> Any:
         found: Any = sys.modules.get(".".join(parts[:end]))
         if found is not None:
             for part in parts[end:]:
-                found = getattr(found, part, None)
+                if isinstance(found, types.ModuleType):  # which may import what it is asked for
+                    found = vars(found).get(part)
+                else:
+                    found = getattr(found, part, None)
             return found
     return None
 

@@ -50,6 +50,10 @@ _NESTED = (
     "and pass enable_nested_tensor=False to nn.TransformerEncoder"
 )
 # Kernels that give a tensor another storage or size under the same name, or that make nested ones.
+_QUANTIZED = (
+    "it makes a quantized tensor, which plans do not support; use "
+    "torch.fake_quantize_per_tensor_affine, or integers with a scale"
+)
 REFUSED = {
     "aten::_nested_from_padded": _NESTED,
     "aten::_nested_tensor_from_mask": _NESTED,
@@ -57,6 +61,9 @@ REFUSED = {
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,
     "aten::_nested_view_from_jagged": _NESTED,
+    "aten::quantize_per_channel": _QUANTIZED,
+    "aten::quantize_per_tensor": _QUANTIZED,
+    "aten::quantize_per_tensor_dynamic": _QUANTIZED,
     "aten::set_": "it gives a tensor another storage; assign the data instead, as in x.data = y",
     "aten::resize_": "it changes the size of a tensor's storage; use a form that returns a new "
     "tensor",

@@ -104,6 +104,7 @@ class Values(Slots):
         answers: Replay | None,
     ) -> None:
         super().__init__(frames, real_arguments, kernels, watch, results)
+        self.is_over = False
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
@@ -119,6 +120,7 @@ class Values(Slots):
 
     def close(self) -> None:
         super().close()
+        self.is_over = True
         self._calculated.clear()  # live numbers, which know the recorder
 
     # -- numbers

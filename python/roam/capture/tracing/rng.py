@@ -127,7 +127,7 @@ def _changing(trace: TraceContext, function: Callable[..., Any]) -> Callable[...
                 code="generator_state",
             )
         trace.generator_call(function, (value, *_device(function, device)))
-        return torch.default_generator if function is torch.random.manual_seed else None
+        return torch.default_generator if function is _SEED[0] else None
 
     return change
 

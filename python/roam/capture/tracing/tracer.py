@@ -47,7 +47,7 @@ from roam.state.autograd_hooks import node_stand_in
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.library_code import is_library
-from roam.state.live_scalars import as_live, number_stand_ins
+from roam.state.live_scalars import LiveFloat, LiveInt, as_live, number_stand_ins
 from roam.state.made_objects import opened
 from roam.state.references import (
     ArgumentReference,
@@ -343,6 +343,13 @@ def _run(
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
         settles = _is_raised_by_user(error)
+        if not settles and _is_about_live_number(error):
+            raise CaptureError(
+                f"{line}: a number that the step computes or changes has reached code that needs "
+                f"its value ({type(error).__name__}: {error}); only calculate with "
+                "it, or return it and look at it outside of the step",
+                code="value_reached_python", source=line,
+            ) from error  # fmt: skip
         remedy = "" if settles else "; run it eagerly, and report it if it works there"
         refusal = CaptureError(
             f"the step raised {type(error).__name__} at {line} when it was run on fake tensors{remedy}: {error}",
@@ -365,15 +372,28 @@ def _is_raised_by_user(error: BaseException) -> bool:
     return dis.opname[operation] == "RAISE_VARARGS"
 
 
+def _is_about_live_number(error: Exception) -> bool:
+    """Whether an exception names a live number's class, or comes from code that was given one."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    held = [] if innermost is None else list(innermost.tb_frame.f_locals.values())
+    return any(kind.__name__ in str(error) for kind in (LiveFloat, LiveInt)) or any(
+        isinstance(value, (LiveFloat, LiveInt)) for value in held
+    )
+
+
 def user_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of an exception that is the user's own code."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if not (
-            frame.filename.startswith("<")
-            or is_torch_file(frame.filename)
-            or is_own_file(frame.filename)
+            file.startswith("<")
+            or is_torch_file(file)
+            or is_own_file(file)
+            or module.partition(".")[0] in sys.stdlib_module_names
         ):
-            return f"{shown_path(frame.filename)}:{frame.lineno}"
+            return f"{shown_path(file)}:{line}"
     return UNKNOWN_LINE
 
 
