@@ -10,6 +10,7 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -253,3 +254,39 @@ def test_quantized_tensors_are_refused() -> None:
             torch.ones(2)
         )
     assert caught.value.code == "refused_operator"
+
+
+@pytest.mark.parametrize("use", [
+    lambda number: np.isnan(number.item()), lambda number: np.isfinite(number.detach()),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+def test_numpys_answers_are_of_its_kind(use: Any) -> None:
+    net = nn.Linear(4, 2)
+
+    def step(x: torch.Tensor) -> Any:
+        return type(use(net(x).sum())).__name__
+
+    compiled, x = roam.compile(step), torch.ones(3, 4)
+    assert {compiled(x) for _ in range(3)} == {step(x)}
+
+
+def test_a_limit_of_gradients_may_change_in_the_step() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    settings = {"limit": 1.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), settings["limit"])
+        settings["limit"] *= 0.9
+        optimizer.step()
+        return norm
+
+    compiled = roam.compile(step)
+    assert roam.compare(compiled, torch.ones(3, 4)).equal
+    for _ in range(3):
+        compiled(torch.ones(3, 4))
+    assert len(compiled.plans) == 1

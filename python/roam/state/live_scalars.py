@@ -351,12 +351,20 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
         return call
 
     def asking(function: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
+        numpy = sys.modules.get("numpy")
+        is_numpys = numpy is not None and isinstance(original, numpy.ufunc)
+
+        def as_answer(value: Any, answer: bool) -> Any:
+            if not is_numpys:
+                return answer
+            return torch.tensor(answer) if isinstance(value, torch.Tensor) else numpy.bool_(answer)  # type: ignore[union-attr]
+
         def call(value: Any, *args: Any, **kwargs: Any) -> Any:
             number: Any = (
                 value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
             )
             return (
-                number.node.decide(function, number, ())
+                as_answer(value, number.node.decide(function, number, ()))
                 if is_live(number)
                 else original(value, *args, **kwargs)
             )
@@ -368,6 +376,7 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
     for holder in filter(None, (math, sys.modules.get("numpy"))):
         for name, question in _QUESTIONS.items():
             yield holder, name, asking(question, getattr(holder, name))
+    yield sys.modules["torch.nn.utils.clip_grad"], "float", of_numbers(float)
     for module in ("torch.optim._adafactor", "torch.optim.asgd"):
         yield sys.modules[module], "max", of_numbers(max)
         yield sys.modules[module], "min", of_numbers(min)

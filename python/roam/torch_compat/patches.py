@@ -127,6 +127,7 @@ PATCHES: Final = (
     Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
                    "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),
     Patch("numpy", ("isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER, optional=True),
+    Patch("torch.nn.utils.clip_grad", ("float",), _NUMBER, _NO_NUMBER),
     Patch("torch.optim._adafactor", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
