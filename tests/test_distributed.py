@@ -1022,6 +1022,99 @@ def test_gradients_add_up_over_calls_without_communication(ranks: Ranks) -> None
     assert ranks.run(accumulated) == [[]] * 4
 
 
+def ddp_with_buffers(rank: int) -> tuple[Any, Any]:
+    torch.manual_seed(rank)
+    net = wrapped(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)))
+    return net, torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def two_forward_passes(net: Any, optimizer: Any, x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    loss = nn.functional.mse_loss(net(x), net(x + 1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def with_buffers(rank: int, world: int, function: Any, is_evaluated: bool) -> tuple[list[int], int]:
+    """Which values differ from eager's, and how many captures the calls took."""
+    captured = 0
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        nonlocal captured
+        net, optimizer = ddp_with_buffers(rank)
+        run, found = wrap(function), []
+        for number in range(20):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+            found += tensors_of(run(net, optimizer, x, number % 2 == 1))
+            if is_evaluated:
+                net.eval()
+                with torch.no_grad():
+                    found.append(net(x))
+                net.train()
+        captured = len(getattr(run, "plans", ()))
+        return [*found, *state_of(net, optimizer)]
+
+    return differences(trained(lambda step: step), trained(roam.compile)), captured
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.parametrize("function", [across_calls, two_forward_passes])
+def test_modules_with_buffers_need_few_plans(
+    ranks: Ranks, function: Any, is_evaluated: bool
+) -> None:
+    for different, captured in ranks.run(with_buffers, function, is_evaluated):
+        assert different == []
+        assert 1 <= captured <= 6
+
+
+def asks_a_future(rank: int, world: int, how: str) -> str:
+    def step(x: torch.Tensor) -> Any:
+        work = dist.all_reduce(x * 2, async_op=True)
+        return work.get_future().wait() if how == "future" else (work.wait(), work.result())
+
+    try:
+        roam.compile(step)(torch.ones(2))
+    except roam.CaptureError as error:
+        return error.code
+    return "none"
+
+
+@pytest.mark.parametrize("how", ["future", "result"])
+def test_results_of_handles_are_refused(ranks: Ranks, how: str) -> None:
+    assert ranks.run(asks_a_future, how) == ["collective"] * 4
+
+
+def branches_on_one_rank(rank: int, world: int) -> str:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        if rank == 0 and y.sum().item() > 1000:
+            y = y / 2
+        return y
+
+    compiled = roam.compile(step)
+    try:
+        if rank == 0:
+            compiled(torch.ones(2))
+    except roam.CaptureError as error:
+        return error.code
+    return "none"
+
+
+def test_a_branch_of_one_rank_is_refused_at_once(ranks: Ranks) -> None:
+    assert ranks.run(branches_on_one_rank) == ["collective_branch", *["none"] * 3]
+
+
+def polls(rank: int, world: int) -> list[bool]:
+    groups = [dist.group.WORLD, dist.new_group(backend="cpu:gloo")]
+    return [collectives.Group.of(group).can_be_polled() for group in groups]
+
+
+def test_a_group_that_runs_gloo_under_another_name_can_be_polled(ranks: Ranks) -> None:
+    assert ranks.run(polls) == [[True, True]] * 4
+
+
 def still_held(rank: int, world: int, kind: str) -> int:
     """After how many of 300 collectives something else than this function holds their memory."""
     group = collectives.Group.of(dist.group.WORLD)

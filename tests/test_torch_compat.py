@@ -1206,6 +1206,12 @@ def _prepares(ddp: Any) -> bool:
     return seen == [ddp.reducer]
 
 
+def _keeps_version(tensor: torch.Tensor) -> bool:
+    with private.version_kept(tensor):
+        tensor.add_(1)
+    return tensor._version == 0
+
+
 def _marks_begun(ddp: Any) -> bool:
     private.mark_begun(ddp, True)
     return ddp._lazy_init_ran and ddp._has_rebuilt_buckets
@@ -1392,6 +1398,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "to_device": _ddp(_moves),
     "mark_begun": _ddp(_marks_begun),
+    "version_kept": lambda: _keeps_version(torch.ones(2)),
+    "remade_attributes": _ddp(lambda ddp: private.remade_attributes(ddp) <= vars(ddp).keys()),
     "store_of": _in_group(_keeps),
     "reducer_class": lambda: isinstance(private.reducer_class(), (type, type(None))),
     "register_backend": _backend,

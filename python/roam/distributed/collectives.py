@@ -82,7 +82,8 @@ class Group:
 
     def can_be_polled(self) -> bool:
         """Whether one can wait for its collectives with a time limit, and then wait again."""
-        return torch.distributed.get_backend(resolve_group(self.name)) == "gloo"
+        config = torch.distributed.get_backend_config(resolve_group(self.name))
+        return {part.rpartition(":")[2] for part in config.split(",")} == {"gloo"}
 
     def failure(self) -> str | None:
         """None while the name stands for the same group, else what has changed."""

@@ -387,6 +387,9 @@ class Program:
     reduced: list[Any] = field(default_factory=list)
     """`DistributedDataParallel` modules whose gradients the program reduces in buckets of its
     own."""
+    synced: list[tuple[Any, bool]] = field(default_factory=list)
+    """(`DistributedDataParallel`, whether its last forward pass in the step synchronizes): the
+    module has to know it afterwards."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)
     """(optimizer, slot of a live number): the optimizer's calls have this number as `Call.skip_if`.
     If they are left out, its state stays as it was.

@@ -322,6 +322,7 @@ def _renumber(
     result.unsettled = program.unsettled
     result.stepped = list(program.stepped)
     result.reduced = list(program.reduced)
+    result.synced = list(program.synced)
     result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
     result.after = [
         HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after

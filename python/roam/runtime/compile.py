@@ -299,7 +299,9 @@ class Step:
             )
             return None
         except CaptureError as refusal:
-            if answers.guessed and seen is None:  # on a way that the step may never go
+            # A guess may lead where the step never goes. But a rank that runs its own function to
+            # find out would leave the others waiting.
+            if answers.guessed and seen is None and refusal.code != "collective_branch":
                 return None
             if not refusal.settles or self._known.settling == _MOST_SETTLING:
                 raise

@@ -312,6 +312,8 @@ class Runner:
                     tensor.requires_grad_(flag)
                 for tensor in detached:
                     tensor.detach_()
+                for module, is_synced in program.synced:
+                    module.require_forward_param_sync = is_synced
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])

@@ -79,7 +79,13 @@ from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space
-from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
+from roam.torch_compat.private import (
+    HOOKS,
+    FakeTensor,
+    is_of_dynamo,
+    pytree,
+    remade_attributes,
+)
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__", "extra_repr"})
@@ -550,6 +556,8 @@ class _Walk:
         if isinstance(module, torch.nn.RNNBase):
             self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
         else:
+            if (remade := remade_attributes(module)) and names is None:
+                names = attributes.keys() - remade
             self._names(attributes, path, key, None if names is None else names | holders.keys())
         self._class_of(module)
 

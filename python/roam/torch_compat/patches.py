@@ -170,6 +170,8 @@ PATCHES: Final = (
     # Processes and the environment.
     Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                                 "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),
+    Patch("torch._C._distributed_c10d.Work", ("get_future", "result"), "the handles of recorded collectives hold no results",
+          "a plan returns None where eager PyTorch returns tensors", optional=True),
     Patch("torch.distributed.distributed_c10d",
           ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
            "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),

@@ -934,6 +934,21 @@ def ddp_parameters(ddp: Any) -> list[torch.Tensor]:
     return parameters
 
 
+def version_kept(tensor: torch.Tensor) -> Any:
+    """A context in which autograd does not count writes to a tensor."""
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
+
+
+def remade_attributes(module: object) -> frozenset[str]:
+    """The attributes that a `DistributedDataParallel` makes anew in each forward pass, from the
+    buffers of its module; none of another module.
+    """
+    is_ddp = torch.distributed.is_available() and isinstance(
+        module, torch.nn.parallel.DistributedDataParallel
+    )
+    return frozenset({"modules_buffers", "named_module_buffers"} if is_ddp else ())
+
+
 def broadcast_buckets(buffers: list[torch.Tensor], size_bytes: int) -> list[list[torch.Tensor]]:
     """Which tensors `DistributedDataParallel` broadcasts together."""
     if not buffers:
@@ -1469,6 +1484,7 @@ __all__ = [
     "reducer_class",
     "reducer_data",
     "register_backend",
+    "remade_attributes",
     "replicate",
     "resolve_group",
     "run_composite",
@@ -1507,6 +1523,7 @@ __all__ = [
     "tensor_uses",
     "to_device",
     "tracing_context",
+    "version_kept",
     "version_of",
     "was_step_called",
     "whole_parameters",

@@ -35,6 +35,17 @@ def collective_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callab
         for name in _OF_OBJECTS:
             if hasattr(module, name):
                 yield module, name, refusing(name)
+    if (works := sys.modules.get("torch._C._distributed_c10d")) is not None:
+        for name in ("get_future", "result"):
+            yield works.Work, name, functools.partial(_refuse_results, trace, name)
+
+
+def _refuse_results(trace: TraceContext, name: str, *_: Any) -> None:
+    trace.refuse(
+        "the handle of a recorded collective holds no results; call wait() on it, and use the "
+        "tensor that the collective has written to",
+        code="collective", op=f"torch.distributed.Work.{name}",
+    )  # fmt: skip
 
 
 def is_mark(func: OpOverload) -> bool:

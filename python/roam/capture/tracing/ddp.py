@@ -23,7 +23,7 @@ from roam.distributed.ddp import (
     view_of,
 )
 from roam.errors import CaptureError
-from roam.torch_compat.private import to_device
+from roam.torch_compat.private import to_device, version_kept
 
 
 class Recording(Protocol):
@@ -43,6 +43,8 @@ class Reductions:
         self._recorder = recorder
         self._is_given = given_gradients
         self._known: dict[int, _Reducer] = {}
+        self._synced: dict[int, tuple[Any, bool]] = {}
+        """Modules, and whether they synchronized in the last forward pass before the step."""
         self._depth = 0
 
     def forward(self, ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -63,6 +65,7 @@ class Reductions:
         if ddp.device_ids:
             inputs, kwargs = to_device(ddp, inputs, kwargs)
         output = ddp.module(*inputs, **kwargs)
+        self._synced.setdefault(id(ddp), (ddp, ddp.require_forward_param_sync))
         ddp.require_forward_param_sync = is_synced
         if is_synced:
             reducer.expect()
@@ -105,7 +108,9 @@ class Reductions:
                 place = 0
                 for buffer in buffers:
                     size = buffer.numel()
-                    buffer.copy_(flat.narrow(0, place, size).view(buffer.shape))
+                    # As PyTorch's own broadcast, this is not a write that autograd knows of.
+                    with version_kept(buffer):
+                        buffer.copy_(flat.narrow(0, place, size).view(buffer.shape))
                     place += size
 
     def engine(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +140,16 @@ class Reductions:
     def modules(self) -> list[Any]:
         """The modules whose gradients the step reduces."""
         return [one.module for one in self._known.values()]
+
+    def taken_back(self) -> list[tuple[Any, bool]]:
+        """For each module that the step ran, whether its last forward pass synchronized; the module
+        itself says again what it said before the step.
+        """
+        found = [(ddp, ddp.require_forward_param_sync) for ddp, _ in self._synced.values()]
+        for ddp, before in self._synced.values():
+            ddp.require_forward_param_sync = before
+        self._synced.clear()
+        return found
 
     def check(self) -> None:
         """Refuses a step that leaves gradients of a module half reduced."""

@@ -73,7 +73,9 @@ from roam.torch_compat.private import (
     dispatch_modes,
     engine,
     foreach_types,
+    forget_layouts,
     frame_evaluation,
+    is_dtensor,
     is_of_dynamo,
     is_view,
     layout_of,
@@ -154,6 +156,9 @@ def trace(
         if isinstance(space, RenewedSpace)
     ]
     reductions = Reductions(recorder, recorder.is_original)
+    has_parts = any(is_dtensor(slot.tensor) for slot in fake_state.reach.slots)
+    if has_parts:
+        forget_layouts()  # whose keys may be live numbers of another trace
     originals: list[_Original] = []
     received: _Received = []
     try:
@@ -203,6 +208,7 @@ def trace(
                 raise
             reductions.check()
         recorder.program.reduced = reductions.modules
+        recorder.program.synced = reductions.taken_back()
         taken = fake_state.taker.take(args, kwargs)
         if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
             raise ArgumentsChange
@@ -247,6 +253,9 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
+        reductions.taken_back()
+        if has_parts:
+            forget_layouts()
         watch.restore()
         recorder.close()
         for one in originals:
