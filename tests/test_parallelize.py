@@ -526,6 +526,39 @@ def test_a_step_without_a_backward_pass() -> None:
     assert raised.value.code == "no_backward"
 
 
+def test_an_optimizer_that_is_no_argument() -> None:
+    net, optimizer, x = small()
+
+    def step(net: nn.Module, _: Any, x: torch.Tensor) -> Any:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(CaptureError) as raised:
+        roam.parallelize(step, net, optimizer, x, mesh=2)
+    assert raised.value.code == "optimizer"
+
+
+def test_what_the_step_changes_besides_its_arguments_is_put_back() -> None:
+    net, optimizer, x = small()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rate, steps = optimizer.param_groups[0]["lr"], {"count": 0}
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        steps["count"] += 1
+        return loss.detach()
+
+    roam.parallelize(step, net, optimizer, x, mesh=2)
+    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (rate, 0)
+    assert steps == {"count": 0}
+
+
 def test_a_step_that_asks_for_a_value() -> None:
     net, optimizer, x = small()
 

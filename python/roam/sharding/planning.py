@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -386,7 +387,15 @@ class Planning:
     def _traced(self, division: Division) -> _Replica:
         count = division.data
         batch = part_of(self._batch, count, 0)
-        trace = traced(self._train_step, twin_of(self._model, self._optimizer, batch))
+        twin, used = twin_of(self._model, self._optimizer, batch), []
+        with mock.patch.object(self._optimizer, "step", lambda *_: used.append(True)):
+            trace = traced(self._train_step, twin)
+        if used:
+            raise CaptureError(
+                "the step calls the optimizer itself, not the one that it is given; take model and "
+                "optimizer from the arguments of the step, since each rank has others",
+                code="optimizer",
+            )
         if count > 1 and not self._is_told:
             whole = self._replicas[1]
             assert whole is not None

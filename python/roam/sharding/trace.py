@@ -16,6 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from roam.errors import CaptureError
 from roam.sharding.twin import Twin
+from roam.state.discovery import reach_of
+from roam.state.snapshot import Snapshot
 from roam.torch_compat.private import (
     DataDependentOutputException,
     TorchDispatchMode,
@@ -148,8 +150,11 @@ def traced(train_step: Callable[..., Any], twin: Twin) -> Trace:
 
 
 def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exception | None]:
-    """One step up to the optimizer's update, or up to what its forward pass raises."""
+    """One step up to the optimizer's update, or up to what its forward pass raises. What it changes
+    besides the twin, such as counters, lists and schedulers, is put back.
+    """
     tracer = _Tracer(twin.model)
+    before = Snapshot(reach_of(train_step))
     optimizer = twin.optimizer
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
     raised: Exception | None = None
@@ -165,6 +170,7 @@ def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exc
         raised = None if tracer.has_gone_back else error
     finally:
         del optimizer.step
+        before.restore()
     return tracer.trace(), raised
 
 
