@@ -540,6 +540,31 @@ def test_an_optimizer_that_is_no_argument() -> None:
     assert raised.value.code == "optimizer"
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_no_replicas_where_state_depends_on_the_whole_batch(is_late: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    net.register_buffer("center", torch.zeros(128))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        features = net(x)
+        loss = (features - net.center).square().mean()
+        if not is_late:
+            with torch.no_grad():
+                net.center.mul_(0.5).add_(features.mean(0), alpha=0.5)
+        loss.backward()
+        if is_late:
+            with torch.no_grad():
+                net.center.mul_(0.5).add_(features.mean(0), alpha=0.5)
+        optimizer.step()
+        return loss.detach()
+
+    sharding = roam.parallelize(step, net, optimizer, torch.randn(1024, 128), mesh=2)
+    assert "no option: 2 replicas" in str(sharding)
+
+
 def test_what_the_step_changes_besides_its_arguments_is_put_back() -> None:
     net, optimizer, x = small()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

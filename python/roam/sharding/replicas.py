@@ -59,6 +59,11 @@ def why_not(whole: Trace, part: Trace, rules: Rules) -> str:
     """
     if whole.loss < 0:
         return "backward() is not called on a tensor of the step"
+    if whole.late_change:
+        return (
+            f"{whole.late_change} changes state after backward() by what the step computes from "
+            "the batch; let it run before backward()"
+        )
     return _Comparison(whole, part, rules).run()
 
 

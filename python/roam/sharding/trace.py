@@ -120,6 +120,8 @@ class Trace:
     """The call of a module in which the forward pass ended; -1 outside of all."""
     loss: int = -1
     """The value on which the step calls `backward`; -1 if it asks for gradients otherwise."""
+    late_change: str = ""
+    """An operator that changes state, after the backward pass, by what is computed from samples."""
 
 
 def traced(train_step: Callable[..., Any], twin: Twin) -> Trace:
@@ -231,6 +233,10 @@ class _Tracer(TorchDispatchMode):
         """
         self.has_gone_back = False
         self._loss = -1
+        self._state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._late: set[int] = set()
+        """Tensors that the step itself computes after the backward pass from its samples."""
+        self._late_change = ""
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -339,6 +345,8 @@ class _Tracer(TorchDispatchMode):
         if self.has_gone_back:
             # Kept, so that no storage's address is given out twice.
             self._tensors += made
+            if graph_task() == -1:
+                self._note_late(func, given, made)
             return result
         number = len(self._operators)
         inputs = tuple(self._value(tensor) for tensor in given)
@@ -370,6 +378,19 @@ class _Tracer(TorchDispatchMode):
         )
         return result
 
+    def _note_late(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """An operator of the step's own code runs after the backward pass."""
+        is_of_samples = {
+            id(tensor)
+            for tensor in given
+            if id(tensor) in self._late
+            or (id(tensor) in self._known and id(tensor) not in self._state)
+        }
+        if is_of_samples:
+            self._late.update(map(id, made))
+            if func._schema.is_mutable and id(given[0]) not in is_of_samples:
+                self._late_change = str(func)
+
     def trace(self) -> Trace:
         for value, tensor in zip(self._values, self._tensors, strict=False):
             value.is_differentiable = tensor.requires_grad
@@ -384,4 +405,5 @@ class _Tracer(TorchDispatchMode):
             self._collectives,
             self._stack[-1] if self._stack else -1,
             self._loss,
+            self._late_change,
         )
