@@ -7,6 +7,7 @@ from __future__ import annotations
 import builtins
 import concurrent.futures
 import configparser
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -501,6 +502,57 @@ def seed_of_a_generator() -> Case:
     return Case(lambda: generator.initial_seed(), lambda value: generator.manual_seed(int(value)))
 
 
+class OfGlobal(Exception):
+    def __init__(self, factor: float = 1.0) -> None:
+        self.value = VALUE * factor
+
+
+def constructor_of_a_class_that_is_raised_and_caught() -> Case:
+    def factor() -> float:
+        try:
+            raise OfGlobal(2.0)
+        except OfGlobal as error:
+            return error.value
+
+    return Case(factor, set_global)
+
+
+def constructor_inside_of_a_test() -> Case:
+    seen: list[float] = []
+
+    class Noted(OfGlobal):
+        def __init__(self, factor: float) -> None:
+            super().__init__(factor)
+            seen.append(self.value)
+
+    def factor() -> float:
+        seen.clear()
+        return seen[0] if isinstance(Noted(2.0), Exception) else 0.0
+
+    return Case(factor, set_global)
+
+
+def constructor_of_a_class_that_another_function_tests() -> Case:
+    class Local:
+        def __init__(self) -> None:
+            self.value = VALUE
+
+    def made() -> object:
+        return Local()
+
+    def factor() -> float:
+        one = made()
+        return one.value if isinstance(one, Local) else 0.0
+
+    return Case(factor, set_global)
+
+
+def default_of_a_context_variable() -> Case:
+    default = {"value": 1.0}
+    variable = contextvars.ContextVar("variable", default=default)
+    return Case(lambda: variable.get()["value"], lambda value: default.__setitem__("value", value))
+
+
 @pytest.mark.parametrize("make", [
     dictionary_of_a_class, list_of_a_class_in_a_dictionary, dictionary_that_a_closure_holds_too,
     property_of_a_named_tuple, attribute_of_a_named_tuples_class, property_of_a_registered_class,
@@ -515,6 +567,8 @@ def seed_of_a_generator() -> Case:
     element_of_an_array_of_objects, default_factory, order_of_a_set, class_of_a_thread_local,
     attribute_of_a_metaclass, partial_method, method_with_single_dispatch, configuration_file,
     parsed_options, result_of_a_future, series, seed_of_a_generator,
+    constructor_of_a_class_that_is_raised_and_caught, constructor_inside_of_a_test,
+    constructor_of_a_class_that_another_function_tests, default_of_a_context_variable,
 ])  # fmt: skip
 def test_a_later_call_sees_the_change(make: Callable[[], Case]) -> None:
     case = make()
@@ -807,6 +861,13 @@ def test_what_does_not_change_needs_no_new_plan(make: Callable[[], Case]) -> Non
 
     assert losses(case, compiled) == seen
     assert len(steps[0].plans) == 1
+
+
+def test_a_context_variable_at_its_default_stays_unset() -> None:
+    variable = contextvars.ContextVar("variable", default={"value": 2.0})
+    case = Case(lambda: variable.get()["value"], lambda value: None)
+    losses(case, roam.compile)
+    assert variable not in contextvars.copy_context()
 
 
 def test_a_namespace_package_of_the_users_may_have_the_name_of_a_library(

@@ -22,10 +22,14 @@ class VariableSpace(Space):
         self.holder = holder
 
     def items(self) -> Items:
-        return [("", self.holder.get(MISSING))]
+        try:
+            return [("", self.holder.get())]  # an argument would hide the variable's default
+        except LookupError:
+            return [("", MISSING)]
 
     def put(self, items: Items) -> None:
-        if items[0][1] is not MISSING:
+        # One that is at its default stays unset.
+        if items[0][1] is not MISSING and items != self.items():
             self.holder.set(items[0][1])
 
     def set(self, key: Any, value: Any) -> None:
