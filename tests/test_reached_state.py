@@ -708,6 +708,70 @@ def test_state_of_no_parameter_is_guarded() -> None:
 def test_state_that_is_no_dictionary_is_refused_by_name() -> None:
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+class WithAnchors(torch.optim.SGD):
+    """Pulls parameters to anchors, where it has been given some."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "anchor" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["anchor"], 0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_state_that_appears_is_noticed(momentum: float) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 2)
+        optimizer = WithAnchors(net.parameters(), lr=0.1, momentum=momentum)
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        train = wrap(step)
+        found = []
+        for index in range(8):
+            if index == 4:
+                optimizer.state[net.bias]["anchor"] = torch.ones(2)
+            found.append(train(torch.randn(3, 4)))
+        return found, train
+
+    seen, _ = trained(lambda step: step)
+    found, train = trained(roam.compile)
+    assert found == seen
+    assert len(train.plans) == (2 if momentum == 0.0 else 3)
+
+
+def test_how_many_entries_there_are_is_noticed() -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[float]:
+        torch.manual_seed(0)
+        net, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean() * (1 + len(optimizer.state))
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        train = wrap(step)
+        found = []
+        for index in range(6):
+            if index == 3:
+                optimizer.state[other.weight]["note"] = torch.ones(2)
+            found.append(train(torch.randn(3, 4)))
+        return found
+
+    assert trained(roam.compile) == trained(lambda step: step)
+
+
     optimizer.state[net.weight] = torch.zeros(4, 4)  # type: ignore[assignment]
 
     def step(x: torch.Tensor) -> None:
