@@ -553,6 +553,41 @@ def default_of_a_context_variable() -> Case:
     return Case(lambda: variable.get()["value"], lambda value: default.__setitem__("value", value))
 
 
+def one_argument_twice() -> Case:
+    given = torch.ones(4)
+    second = [given]
+
+    def change(value: float) -> None:
+        second[0] = given if value < 2 else given.detach()
+
+    def arguments() -> tuple[Any, ...]:
+        return given, second[0]
+
+    return Case(lambda one, other: 3.0 if one is other else 1.0, change, arguments)
+
+
+def argument_that_the_state_holds() -> Case:
+    held = Held(last=torch.ones(4))
+    given = [held.last]
+
+    def change(value: float) -> None:
+        given[0] = held.last if value < 2 else held.last.detach()
+
+    return Case(
+        lambda one: (3.0 if one is held.last else 1.0) * held.last, change, lambda: (given[0],)
+    )
+
+
+def tensor_in_two_places() -> Case:
+    held = Held()
+
+    def change(value: float) -> None:
+        held.one = torch.ones(4)
+        held.other = held.one if value < 2 else held.one.detach()
+
+    return Case(lambda: held.one * held.other * (3.0 if held.one is held.other else 1.0), change)
+
+
 @pytest.mark.parametrize("make", [
     dictionary_of_a_class, list_of_a_class_in_a_dictionary, dictionary_that_a_closure_holds_too,
     property_of_a_named_tuple, attribute_of_a_named_tuples_class, property_of_a_registered_class,
@@ -569,6 +604,7 @@ def default_of_a_context_variable() -> Case:
     parsed_options, result_of_a_future, series, seed_of_a_generator,
     constructor_of_a_class_that_is_raised_and_caught, constructor_inside_of_a_test,
     constructor_of_a_class_that_another_function_tests, default_of_a_context_variable,
+    one_argument_twice, argument_that_the_state_holds, tensor_in_two_places,
 ])  # fmt: skip
 def test_a_later_call_sees_the_change(make: Callable[[], Case]) -> None:
     case = make()
@@ -672,42 +708,6 @@ def test_what_a_plan_cannot_do_again_is_refused(make: Callable[[], Any], code: s
     assert caught.value.code == code
 
 
-def test_state_of_no_parameter_is_guarded() -> None:
-    class Mine(torch.optim.SGD):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, lr=0.1)
-            self.state["shared"] = {"factor": 1.0}  # type: ignore[index]
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    factor = self.state["shared"]["factor"]
-                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor)
-
-    def weights(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net = torch.nn.Linear(4, 4)
-        optimizer = Mine(net.parameters())
-
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            net(x).pow(2).sum().backward()
-            optimizer.step()
-
-        train = wrap(step)
-        for index in range(STEPS):
-            optimizer.state["shared"]["factor"] = 1.0 + index // 2  # type: ignore[index]
-            train(torch.ones(3, 4))
-        return [parameter.detach() for parameter in net.parameters()]
-
-    for one, other in zip(weights(lambda step: step), weights(roam.compile), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_state_that_is_no_dictionary_is_refused_by_name() -> None:
-    net = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 class WithAnchors(torch.optim.SGD):
     """Pulls parameters to anchors, where it has been given some."""
 
@@ -772,6 +772,42 @@ def test_how_many_entries_there_are_is_noticed() -> None:
     assert trained(roam.compile) == trained(lambda step: step)
 
 
+def test_state_of_no_parameter_is_guarded() -> None:
+    class Mine(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.state["shared"] = {"factor": 1.0}  # type: ignore[index]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    factor = self.state["shared"]["factor"]
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor)
+
+    def weights(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4)
+        optimizer = Mine(net.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+
+        train = wrap(step)
+        for index in range(STEPS):
+            optimizer.state["shared"]["factor"] = 1.0 + index // 2  # type: ignore[index]
+            train(torch.ones(3, 4))
+        return [parameter.detach() for parameter in net.parameters()]
+
+    for one, other in zip(weights(lambda step: step), weights(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_state_that_is_no_dictionary_is_refused_by_name() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer.state[net.weight] = torch.zeros(4, 4)  # type: ignore[assignment]
 
     def step(x: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ every call: learning rates, schedulers, optimizer state, loss scales, gradients.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
@@ -167,6 +167,10 @@ class Guards:
         self._table = Table(tensors)
         self._storages = list(map(storage_of, tensors))
         self._aliasing = _pattern(self._storages)
+        # Only tensors that share memory can be one and the same.
+        counts = Counter(self._aliasing)
+        self._sharing = [place for place, first in enumerate(self._aliasing) if counts[first] > 1]
+        self._identities = self._identities_among(tensors)
         self._optimizers = [optimizer for _, optimizer in reach.optimizers]
         self._shared_groups = self._group_pattern()
         self._first_places = _first_places(self._storages)
@@ -216,6 +220,14 @@ class Guards:
         """
         return self._first_places
 
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor among all guarded ones, in a fixed order, or -1."""
+        tensors = [
+            *self._fixed_tensors,
+            *(space.get(key) for _, space, key, _ in self._replaceable),
+        ]
+        return next((place for place, one in enumerate(tensors) if one is tensor), -1)
+
     def stands_for(self, other: Guards) -> bool:
         """Whether these compare the same holders and tensors with the same values as other guards,
         and at least as much of everything else.
@@ -237,6 +249,7 @@ class Guards:
                 )
             )
             and self._aliasing == other._aliasing
+            and self._identities == other._identities
             and self._shared_groups == other._shared_groups
             and len(self._shapes) == len(other._shapes)
             and all(map(operator.is_, self._shapes, other._shapes))
@@ -285,7 +298,15 @@ class Guards:
                 return "the tensors that the step reaches do not share memory as before"
             self._storages = storages
             self._first_places = _first_places(storages)
+        if self._sharing and (
+            self._identities_among([*self._fixed_tensors, *values]) != self._identities
+        ):
+            return "places that the step reaches do not hold one and the same tensor as before"
         return None
+
+    def _identities_among(self, tensors: list[Any]) -> list[int]:
+        """Which of the tensors that share memory are one and the same."""
+        return _pattern([id(tensors[place]) for place in self._sharing])
 
     def _metadata_failure(self) -> str | None:
         for path, tensor, expected in self._fixed:
@@ -451,8 +472,8 @@ class _Bulk:
 
 class ArgGuard:
     """Whether a call's arguments fit a captured step: the same structure, tensors of the same
-    metadata that share memory in the same way, equal plain values, the same models, optimizers and
-    other objects. Tensors themselves may be new at every call.
+    metadata that share memory, or are one and the same, in the same way, equal plain values, the
+    same models, optimizers and other objects. Tensors themselves may be new at every call.
 
     Args:
         args: the positional arguments of the captured call.
@@ -532,14 +553,27 @@ class ArgGuard:
         if self._alias(leaves) != self._aliasing:
             return (
                 "the arguments do not share memory, with one another or with the step's "
-                "state, as before"
+                "state, or are not the same tensors, as before"
             )
         return None
 
-    def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:
-        storages = [storage_of(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+    def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
+        """Which tensors share memory with one another or with the state, and which of those are one
+        and the same.
+        """
+        tensors = [leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+        storages = list(map(storage_of, tensors))
         owned = self._guards.storage_indices() if self._guards else {}
-        return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+        owners = [owned.get(storage, -1) for storage in storages]
+        same_tensors = (
+            _pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
+        )
+        held = [
+            self._guards.place_of(tensor)
+            for tensor, owner in zip(tensors, owners, strict=True)
+            if self._guards and owner >= 0
+        ]
+        return _pattern(storages), owners, same_tensors, held
 
 
 def _keys_in(spec: Any) -> tuple[Any, ...]:
