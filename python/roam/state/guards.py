@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.arguments import Taker, argument_path
+from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
@@ -183,6 +183,11 @@ class Guards:
             (path, value) for path, value in reach.objects if not is_under(path, ignored)
         ]
         self._shapes = self._shapes_now()
+        held = [
+            *(value for _, value in self._objects),
+            *(getattr(check.space, "holder", None) for check in self._checks()),
+        ]
+        self._object_places = {id(value): place for place, value in enumerate(held)}
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
         self._results = Results(reach.caches) if results is None else results
 
@@ -219,6 +224,10 @@ class Guards:
         with the place of its first tensor in a fixed order.
         """
         return self._first_places
+
+    def object_place_of(self, value: object) -> int:
+        """The place of an object or container among all guarded ones, in a fixed order, or -1."""
+        return self._object_places.get(id(value), -1)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor among all guarded ones, in a fixed order, or -1."""
@@ -507,6 +516,7 @@ class ArgGuard:
             )
         ]
         self._aliasing = self._alias(taken.leaves)
+        self._held = self._held_by_state(taken)
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
@@ -550,12 +560,23 @@ class ArgGuard:
                     return f"{path} changed from a float to {show(value)}"
             elif not same(expected, _leaf(value)):
                 return f"{path} changed from {show(expected)} to {show(value)}"
+        if self._held_by_state(taken) != self._held:
+            return "the step's state holds other objects among the arguments than before, or none"
         if self._alias(leaves) != self._aliasing:
             return (
                 "the arguments do not share memory, with one another or with the step's "
                 "state, or are not the same tensors, as before"
             )
         return None
+
+    def _held_by_state(self, taken: Taken) -> list[int]:
+        """Which of the objects that are taken apart the state holds too, and where: the step may
+        ask whether two objects are one and the same.
+        """
+        if self._guards is None:
+            return []
+        found = chain.from_iterable(parts.objects for parts in taken.objects.values())
+        return list(map(self._guards.object_place_of, found))
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
         """Which tensors share memory with one another or with the state, and which of those are one

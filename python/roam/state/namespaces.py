@@ -29,7 +29,7 @@ class VariableSpace(Space):
 
     def put(self, items: Items) -> None:
         # One that is at its default stays unset.
-        if items[0][1] is not MISSING and items != self.items():
+        if items[0][1] is not MISSING and items[0][1] is not self.items()[0][1]:
             self.holder.set(items[0][1])
 
     def set(self, key: Any, value: Any) -> None:

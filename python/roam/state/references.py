@@ -338,22 +338,27 @@ class StateKeys:
         }
         entries = [(place, optimizer.state.get(place.get())) for place in places.values()]
         filled = [
-            (place, frozenset(entry))
+            (place, frozenset(entry if isinstance(entry, dict) else ()))
             for place, entry in entries
-            if isinstance(entry, dict) and entry
+            if is_filled(entry)
         ]
         return cls(
             optimizer,
             path,
             tuple(filled),
-            tuple(place for place, entry in entries if not entry),
+            tuple(place for place, entry in entries if not is_filled(entry)),
             filled_entries(optimizer) - len(filled),
         )
 
 
+def is_filled(entry: object) -> bool:
+    """Whether an entry of an optimizer's state is there and holds something."""
+    return entry is not None and not (isinstance(entry, dict) and not entry)
+
+
 def filled_entries(optimizer: torch.optim.Optimizer) -> int:
     """How many entries of an optimizer's state are not empty."""
-    return sum(type(entry) is not dict or bool(entry) for entry in optimizer.state.values())
+    return sum(map(is_filled, optimizer.state.values()))
 
 
 def scaler_references(reach: Reach) -> Iterator[ScalerReference]:

@@ -21,6 +21,7 @@ from roam.state.references import (
     ScalerReference,
     StateKeys,
     filled_entries,
+    is_filled,
 )
 from roam.torch_compat.private import layout_of, local_of
 
@@ -156,7 +157,7 @@ def _count_failure(keys: StateKeys) -> str | None:
     if len(keys.optimizer.state) == len(keys.filled) and not keys.others:
         return None
     for place in keys.empty:
-        if keys.optimizer.state.get(place.get()):
+        if is_filled(keys.optimizer.state.get(place.get())):
             return f"{keys.path}.state[{place.path}] exists already"
     if filled_entries(keys.optimizer) != len(keys.filled) + keys.others:
         return f"{keys.path}.state has another number of entries than before"
