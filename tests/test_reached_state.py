@@ -963,9 +963,13 @@ def test_what_does_not_change_needs_no_new_plan(make: Callable[[], Case]) -> Non
     assert len(steps[0].plans) == 1
 
 
-def test_a_context_variable_at_its_default_stays_unset() -> None:
-    variable = contextvars.ContextVar("variable", default={"value": 2.0})
-    case = Case(lambda: variable.get()["value"], lambda value: None)
+@pytest.mark.parametrize("default", [{"value": 2.0}, torch.ones(4)])
+def test_a_context_variable_at_its_default_stays_unset(default: Any) -> None:
+    variable = contextvars.ContextVar("variable", default=default)
+    is_number = isinstance(default, dict)
+    case = Case(
+        lambda: variable.get()["value"] if is_number else variable.get(), lambda value: None
+    )
     losses(case, roam.compile)
     assert variable not in contextvars.copy_context()
 
