@@ -3,7 +3,6 @@ too."""
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import warnings
 from collections.abc import Callable
@@ -498,13 +497,14 @@ class TestRefuses:
                 *batches(count=1)[0],
             )
 
-    def test_a_scaler_that_it_cannot_find(self) -> None:
+    def test_a_scaler_that_it_cannot_find(self, monkeypatch: pytest.MonkeyPatch) -> None:
         net = network()
         optimizer, hidden = torch.optim.SGD(net.parameters(), lr=0.1), make_scaler()
-        variable = contextvars.ContextVar("variable", default=hidden)
+        monkeypatch.setitem(globals(), "hidden", hidden)
+        name = "hidden"
 
         def step(x, y):
-            return scaled_step(net, optimizer, variable.get(), x, y)
+            return scaled_step(net, optimizer, globals()[name], x, y)
 
         with pytest.raises(roam.CaptureError, match="scaler that capture could not find"):
             roam.capture(step, *batches(count=1)[0])

@@ -207,3 +207,36 @@ class TestObjects:
             return [step(batch) for batch in batches], [batch.hidden.detach() for batch in batches]
 
         both(script)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "set", "slots", "inner"])
+def test_a_batch_that_the_state_holds_is_told_from_others(kind: str) -> None:
+    """A step may ask whether a batch is one that it knows."""
+    make = Frozen if kind == "slots" else Batch
+
+    def script(wrap: Any) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        batches = [make(torch.randn(4, 6), [torch.ones(1)]) for _ in range(4)]
+        held = types.SimpleNamespace(last=batches[3], inner=batches[3].y, hard=[batches[3]])
+
+        def is_known(batch: Any) -> bool:
+            if kind == "set":
+                return any(one is batch for one in held.hard)
+            return batch.y is held.inner if kind == "inner" else batch is held.last
+
+        def step(batch: Any) -> float:
+            optimizer.zero_grad()
+            loss = net(batch.x).pow(2).mean() * (3.0 if is_known(batch) else 1.0) * batch.y[0]
+            loss.sum().backward()
+            optimizer.step()
+            return loss.item()
+
+        train = wrap(step)
+        return [train(batches[index]) for index in (0, 1, 2, 3, 0, 1, 3)], train
+
+    seen, _ = script(lambda step: step)
+    found, train = script(roam.compile)
+    assert found == seen
+    assert len(train.plans) <= 3

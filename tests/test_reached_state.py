@@ -7,6 +7,7 @@ from __future__ import annotations
 import builtins
 import concurrent.futures
 import configparser
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -501,6 +502,92 @@ def seed_of_a_generator() -> Case:
     return Case(lambda: generator.initial_seed(), lambda value: generator.manual_seed(int(value)))
 
 
+class OfGlobal(Exception):
+    def __init__(self, factor: float = 1.0) -> None:
+        self.value = VALUE * factor
+
+
+def constructor_of_a_class_that_is_raised_and_caught() -> Case:
+    def factor() -> float:
+        try:
+            raise OfGlobal(2.0)
+        except OfGlobal as error:
+            return error.value
+
+    return Case(factor, set_global)
+
+
+def constructor_inside_of_a_test() -> Case:
+    seen: list[float] = []
+
+    class Noted(OfGlobal):
+        def __init__(self, factor: float) -> None:
+            super().__init__(factor)
+            seen.append(self.value)
+
+    def factor() -> float:
+        seen.clear()
+        return seen[0] if isinstance(Noted(2.0), Exception) else 0.0
+
+    return Case(factor, set_global)
+
+
+def constructor_of_a_class_that_another_function_tests() -> Case:
+    class Local:
+        def __init__(self) -> None:
+            self.value = VALUE
+
+    def made() -> object:
+        return Local()
+
+    def factor() -> float:
+        one = made()
+        return one.value if isinstance(one, Local) else 0.0
+
+    return Case(factor, set_global)
+
+
+def default_of_a_context_variable() -> Case:
+    default = {"value": 1.0}
+    variable = contextvars.ContextVar("variable", default=default)
+    return Case(lambda: variable.get()["value"], lambda value: default.__setitem__("value", value))
+
+
+def one_argument_twice() -> Case:
+    given = torch.ones(4)
+    second = [given]
+
+    def change(value: float) -> None:
+        second[0] = given if value < 2 else given.detach()
+
+    def arguments() -> tuple[Any, ...]:
+        return given, second[0]
+
+    return Case(lambda one, other: 3.0 if one is other else 1.0, change, arguments)
+
+
+def argument_that_the_state_holds() -> Case:
+    held = Held(last=torch.ones(4))
+    given = [held.last]
+
+    def change(value: float) -> None:
+        given[0] = held.last if value < 2 else held.last.detach()
+
+    return Case(
+        lambda one: (3.0 if one is held.last else 1.0) * held.last, change, lambda: (given[0],)
+    )
+
+
+def tensor_in_two_places() -> Case:
+    held = Held()
+
+    def change(value: float) -> None:
+        held.one = torch.ones(4)
+        held.other = held.one if value < 2 else held.one.detach()
+
+    return Case(lambda: held.one * held.other * (3.0 if held.one is held.other else 1.0), change)
+
+
 @pytest.mark.parametrize("make", [
     dictionary_of_a_class, list_of_a_class_in_a_dictionary, dictionary_that_a_closure_holds_too,
     property_of_a_named_tuple, attribute_of_a_named_tuples_class, property_of_a_registered_class,
@@ -515,6 +602,9 @@ def seed_of_a_generator() -> Case:
     element_of_an_array_of_objects, default_factory, order_of_a_set, class_of_a_thread_local,
     attribute_of_a_metaclass, partial_method, method_with_single_dispatch, configuration_file,
     parsed_options, result_of_a_future, series, seed_of_a_generator,
+    constructor_of_a_class_that_is_raised_and_caught, constructor_inside_of_a_test,
+    constructor_of_a_class_that_another_function_tests, default_of_a_context_variable,
+    one_argument_twice, argument_that_the_state_holds, tensor_in_two_places,
 ])  # fmt: skip
 def test_a_later_call_sees_the_change(make: Callable[[], Case]) -> None:
     case = make()
@@ -616,6 +706,70 @@ def test_what_a_plan_cannot_do_again_is_refused(make: Callable[[], Any], code: s
     with pytest.raises(roam.CaptureError) as caught:
         losses(Case(make(), lambda value: None), roam.compile)
     assert caught.value.code == code
+
+
+class WithAnchors(torch.optim.SGD):
+    """Pulls parameters to anchors, where it has been given some."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "anchor" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["anchor"], 0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_state_that_appears_is_noticed(momentum: float) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 2)
+        optimizer = WithAnchors(net.parameters(), lr=0.1, momentum=momentum)
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        train = wrap(step)
+        found = []
+        for index in range(8):
+            if index == 4:
+                optimizer.state[net.bias]["anchor"] = torch.ones(2)
+            found.append(train(torch.randn(3, 4)))
+        return found, train
+
+    seen, _ = trained(lambda step: step)
+    found, train = trained(roam.compile)
+    assert found == seen
+    assert len(train.plans) == (2 if momentum == 0.0 else 3)
+
+
+def test_how_many_entries_there_are_is_noticed() -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[float]:
+        torch.manual_seed(0)
+        net, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean() * (1 + len(optimizer.state))
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        train = wrap(step)
+        found = []
+        for index in range(6):
+            if index == 3:
+                optimizer.state[other.weight]["note"] = torch.ones(2)
+            found.append(train(torch.randn(3, 4)))
+        return found
+
+    assert trained(roam.compile) == trained(lambda step: step)
 
 
 def test_state_of_no_parameter_is_guarded() -> None:
@@ -807,6 +961,17 @@ def test_what_does_not_change_needs_no_new_plan(make: Callable[[], Case]) -> Non
 
     assert losses(case, compiled) == seen
     assert len(steps[0].plans) == 1
+
+
+@pytest.mark.parametrize("default", [{"value": 2.0}, torch.ones(4)])
+def test_a_context_variable_at_its_default_stays_unset(default: Any) -> None:
+    variable = contextvars.ContextVar("variable", default=default)
+    is_number = isinstance(default, dict)
+    case = Case(
+        lambda: variable.get()["value"] if is_number else variable.get(), lambda value: None
+    )
+    losses(case, roam.compile)
+    assert variable not in contextvars.copy_context()
 
 
 def test_a_namespace_package_of_the_users_may_have_the_name_of_a_library(

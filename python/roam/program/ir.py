@@ -376,6 +376,8 @@ class Program:
     """(reference, value): what an optimizer's state must hold before the step, apart from
     tensors.
     """
+    state_keys: list[Any] = field(default_factory=list)
+    """For each optimizer, the `StateKeys` of its state before the step."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(
         default_factory=list
     )

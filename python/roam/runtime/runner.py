@@ -154,12 +154,13 @@ class Runner:
         self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
-        state = StateGuard(
+        expected = [
             (reference, _kind(program.slots[slot], program.given_layouts.get(reference.path)))
             for reference, slot in program.referenced
             if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
             and program.slots[slot] is not None
-        )
+        ]
+        state = StateGuard(expected, program.state_keys)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
         self._rates = [

@@ -704,8 +704,14 @@ class _Walk:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
+            space = CellSpace(cell, name, f"closure {name}{of}")
             if self._is_new(cell):
-                self._fill(CellSpace(cell, name, f"closure {name}{of}"))
+                self._fill(space)
+                continue
+            [(_, held)] = space.items()
+            # The functions seen before may only have tested the class.
+            if issubclass(type(held), type) and name not in self.tested:
+                self._constructors(held)
         if function.__dict__:
             self._fill(MappingSpace(function.__dict__, path, label=_child(path)))
         self._globals(function, is_root)

@@ -14,14 +14,14 @@ every call: learning rates, schedulers, optimizer state, loss scales, gradients.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
 import torch
 
-from roam.state.arguments import Taker, argument_path
+from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
@@ -167,6 +167,10 @@ class Guards:
         self._table = Table(tensors)
         self._storages = list(map(storage_of, tensors))
         self._aliasing = _pattern(self._storages)
+        # Only tensors that share memory can be one and the same.
+        counts = Counter(self._aliasing)
+        self._sharing = [place for place, first in enumerate(self._aliasing) if counts[first] > 1]
+        self._identities = self._identities_among(tensors)
         self._optimizers = [optimizer for _, optimizer in reach.optimizers]
         self._shared_groups = self._group_pattern()
         self._first_places = _first_places(self._storages)
@@ -179,6 +183,11 @@ class Guards:
             (path, value) for path, value in reach.objects if not is_under(path, ignored)
         ]
         self._shapes = self._shapes_now()
+        held = [
+            *(value for _, value in self._objects),
+            *(getattr(check.space, "holder", None) for check in self._checks()),
+        ]
+        self._object_places = {id(value): place for place, value in enumerate(held)}
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
         self._results = Results(reach.caches) if results is None else results
 
@@ -216,6 +225,18 @@ class Guards:
         """
         return self._first_places
 
+    def object_place_of(self, value: object) -> int:
+        """The place of an object or container among all guarded ones, in a fixed order, or -1."""
+        return self._object_places.get(id(value), -1)
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor among all guarded ones, in a fixed order, or -1."""
+        tensors = [
+            *self._fixed_tensors,
+            *(space.get(key) for _, space, key, _ in self._replaceable),
+        ]
+        return next((place for place, one in enumerate(tensors) if one is tensor), -1)
+
     def stands_for(self, other: Guards) -> bool:
         """Whether these compare the same holders and tensors with the same values as other guards,
         and at least as much of everything else.
@@ -237,6 +258,7 @@ class Guards:
                 )
             )
             and self._aliasing == other._aliasing
+            and self._identities == other._identities
             and self._shared_groups == other._shared_groups
             and len(self._shapes) == len(other._shapes)
             and all(map(operator.is_, self._shapes, other._shapes))
@@ -285,7 +307,15 @@ class Guards:
                 return "the tensors that the step reaches do not share memory as before"
             self._storages = storages
             self._first_places = _first_places(storages)
+        if self._sharing and (
+            self._identities_among([*self._fixed_tensors, *values]) != self._identities
+        ):
+            return "places that the step reaches do not hold one and the same tensor as before"
         return None
+
+    def _identities_among(self, tensors: list[Any]) -> list[int]:
+        """Which of the tensors that share memory are one and the same."""
+        return _pattern([id(tensors[place]) for place in self._sharing])
 
     def _metadata_failure(self) -> str | None:
         for path, tensor, expected in self._fixed:
@@ -451,8 +481,8 @@ class _Bulk:
 
 class ArgGuard:
     """Whether a call's arguments fit a captured step: the same structure, tensors of the same
-    metadata that share memory in the same way, equal plain values, the same models, optimizers and
-    other objects. Tensors themselves may be new at every call.
+    metadata that share memory, or are one and the same, in the same way, equal plain values, the
+    same models, optimizers and other objects. Tensors themselves may be new at every call.
 
     Args:
         args: the positional arguments of the captured call.
@@ -486,6 +516,7 @@ class ArgGuard:
             )
         ]
         self._aliasing = self._alias(taken.leaves)
+        self._held = self._held_by_state(taken)
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
@@ -529,17 +560,41 @@ class ArgGuard:
                     return f"{path} changed from a float to {show(value)}"
             elif not same(expected, _leaf(value)):
                 return f"{path} changed from {show(expected)} to {show(value)}"
+        if self._held_by_state(taken) != self._held:
+            return "the step's state holds other objects among the arguments than before, or none"
         if self._alias(leaves) != self._aliasing:
             return (
                 "the arguments do not share memory, with one another or with the step's "
-                "state, as before"
+                "state, or are not the same tensors, as before"
             )
         return None
 
-    def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:
-        storages = [storage_of(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+    def _held_by_state(self, taken: Taken) -> list[int]:
+        """Which of the objects that are taken apart the state holds too, and where: the step may
+        ask whether two objects are one and the same.
+        """
+        if self._guards is None:
+            return []
+        found = chain.from_iterable(parts.objects for parts in taken.objects.values())
+        return list(map(self._guards.object_place_of, found))
+
+    def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
+        """Which tensors share memory with one another or with the state, and which of those are one
+        and the same.
+        """
+        tensors = [leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+        storages = list(map(storage_of, tensors))
         owned = self._guards.storage_indices() if self._guards else {}
-        return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+        owners = [owned.get(storage, -1) for storage in storages]
+        same_tensors = (
+            _pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
+        )
+        held = [
+            self._guards.place_of(tensor)
+            for tensor, owner in zip(tensors, owners, strict=True)
+            if self._guards and owner >= 0
+        ]
+        return _pattern(storages), owners, same_tensors, held
 
 
 def _keys_in(spec: Any) -> tuple[Any, ...]:

@@ -263,7 +263,13 @@ def is_added_builtin(name: str) -> bool:
 
 
 _TESTS: Final = frozenset({"isinstance", "issubclass", "super"})
-_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
+_LOADS: Final = frozenset(
+    {
+        *("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"),
+        *("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS"),
+    }
+)
+_IDLE: Final = frozenset({"BUILD_TUPLE", "EXTENDED_ARG", "CACHE", "PRECALL", "NOP"})
 
 
 def tested_names(code: types.CodeType) -> frozenset[str]:
@@ -279,20 +285,30 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names that are tested so, and those that are used in another way."""
     tested: set[str] = set()
     others: set[str] = set()
-    is_test, last = False, ""
+    loaded: list[str] = []  # names whose use is not known yet
+    depth: int | None = None  # how many values are on the stack above the test
     for instruction in dis.get_instructions(code):
         name = instruction.opname
+        use: set[str] | None = None
+        if name in _LOADS and instruction.argval in _TESTS:
+            others.update(loaded)
+            loaded, depth = [], 0
+            continue
         if name in _LOADS:
-            last = instruction.argval
-            if last in _TESTS:
-                is_test = True
-            else:
-                (tested if is_test else others).add(last)
-        elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
-            others.discard(last)
-            tested.add(last)
-        elif name.startswith("CALL"):
-            is_test = False
+            loaded.append(instruction.argval)
+        elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR"):
+            use = tested
+        elif depth is not None and name.startswith("CALL"):
+            # With more on the stack, another function is called inside of the test's arguments.
+            use = tested if depth == instruction.arg else others
+        elif depth is None and name not in _IDLE:
+            use = others
+        if use is not None:
+            use.update(loaded)
+            loaded, depth = [], None
+        elif depth is not None and name != "PRECALL":
+            depth += dis.stack_effect(instruction.opcode, instruction.arg)
+    others.update(loaded)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner, inner_others = _uses(constant)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable
-from contextvars import ContextVar
+from contextlib import suppress
+from contextvars import ContextVar, Token
 from typing import Any, Final
 
 from roam.state.equality import MISSING
@@ -15,18 +16,31 @@ from roam.state.spaces import Items, Space
 class VariableSpace(Space):
     """A context variable, as the thread of the step finds it."""
 
-    __slots__ = ("holder",)
+    __slots__ = ("_unset", "holder")
 
     def __init__(self, holder: ContextVar[Any], path: str) -> None:
         super().__init__(path)
         self.holder = holder
+        self._unset: tuple[Token[Any], Any] | None = None
 
     def items(self) -> Items:
-        return [("", self.holder.get(MISSING))]
+        try:
+            return [("", self.holder.get())]  # an argument would hide the variable's default
+        except LookupError:
+            return [("", MISSING)]
 
     def put(self, items: Items) -> None:
-        if items[0][1] is not MISSING:
-            self.holder.set(items[0][1])
+        [(_, value)], [(_, now)] = items, self.items()
+        if value is MISSING or value is now:
+            return
+        if self._unset is not None and value is self._unset[1]:
+            token, self._unset = self._unset[0], None
+            with suppress(RuntimeError, ValueError):  # it was set in another context
+                self.holder.reset(token)
+                return
+        token = self.holder.set(value)
+        if token.old_value is Token.MISSING:
+            self._unset = token, now  # to be put back to its default
 
     def set(self, key: Any, value: Any) -> None:
         self.put([(key, value)])

@@ -309,6 +309,58 @@ def optimizer_references(
                     )
 
 
+@dataclass(frozen=True, slots=True)
+class StateKeys:
+    """Which entries an optimizer's state has. A parameter without state and one whose state is
+    empty count as the same, since asking for a parameter's state makes an empty one.
+
+    Attributes:
+        filled: the parameters that have state, each with the keys of its entries.
+        empty: the other parameters.
+        others: how many entries are of no such parameter.
+    """
+
+    optimizer: torch.optim.Optimizer
+    path: str
+    filled: tuple[tuple[PlaceReference, frozenset[Any]], ...]
+    empty: tuple[PlaceReference, ...]
+    others: int
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, path: str, parameters: list[PlaceReference]
+    ) -> StateKeys:
+        """Those of now."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held.update(map(id, optimizer.state))
+        places = {
+            id(parameter): place for place in parameters if id(parameter := place.get()) in held
+        }
+        entries = [(place, optimizer.state.get(place.get())) for place in places.values()]
+        filled = [
+            (place, frozenset(entry if isinstance(entry, dict) else ()))
+            for place, entry in entries
+            if is_filled(entry)
+        ]
+        return cls(
+            optimizer,
+            path,
+            tuple(filled),
+            tuple(place for place, entry in entries if not is_filled(entry)),
+            filled_entries(optimizer) - len(filled),
+        )
+
+
+def is_filled(entry: object) -> bool:
+    """Whether an entry of an optimizer's state is there and holds something."""
+    return entry is not None and not (isinstance(entry, dict) and not entry)
+
+
+def filled_entries(optimizer: torch.optim.Optimizer) -> int:
+    """How many entries of an optimizer's state are not empty."""
+    return sum(map(is_filled, optimizer.state.values()))
+
+
 def scaler_references(reach: Reach) -> Iterator[ScalerReference]:
     """What the gradient scalers hold now."""
     for path, scaler in reach.scalers:

@@ -14,7 +14,15 @@ import torch
 
 from roam.state.containers import FrozenSpace
 from roam.state.equality import MISSING, show
-from roam.state.references import GradientReference, OptimizerReference, ScalerReference
+from roam.state.references import (
+    GradientReference,
+    OptimizerReference,
+    PlaceReference,
+    ScalerReference,
+    StateKeys,
+    filled_entries,
+    is_filled,
+)
 from roam.torch_compat.private import layout_of, local_of
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
@@ -27,13 +35,18 @@ _seen: Final = operator.attrgetter("shape", "dtype", "device")
 
 class StateGuard:
     """Compares the tensors that optimizers' state, gradients and gradient scalers hold with what a
-    plan is for.
+    plan is for, and the keys of optimizers' state, for which a step may test.
 
     Args:
         expected: each reference of such a tensor, with the tensor's kind.
+        state_keys: the keys of each optimizer's state.
     """
 
-    def __init__(self, expected: Iterable[tuple[_Reference, Kind]]) -> None:
+    def __init__(
+        self,
+        expected: Iterable[tuple[_Reference, Kind]],
+        state_keys: Iterable[StateKeys] = (),
+    ) -> None:
         pairs = list(expected)
         in_state = [
             reference for reference, _ in pairs if isinstance(reference, OptimizerReference)
@@ -42,7 +55,16 @@ class StateGuard:
             reference for reference, _ in pairs if not isinstance(reference, OptimizerReference)
         ]
         self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], OptimizerReference))
-        holders = {
+        self._state_keys = list(state_keys)
+        filled = [
+            ((id(keys.optimizer), id(place)), keys, place, names)
+            for keys in self._state_keys
+            for place, names in keys.filled
+        ]
+        # Those with keys come first.
+        holders = {holder: (keys.optimizer, place) for holder, keys, place, _ in filled}
+        self._names = [names for *_, names in filled]
+        holders |= {
             _holder(reference): (reference.optimizer, reference.parameter) for reference in in_state
         }
         places = {holder: place for place, holder in enumerate(holders)}
@@ -63,6 +85,7 @@ class StateGuard:
                 list(map(layout_of, found)) == self._layouts
                 and list(map(_seen, tensors)) == self._kinds
                 and list(map(torch.Tensor.stride, tensors)) == self._strides
+                and not any(map(_count_failure, self._state_keys))
             ):
                 return None
         except (AttributeError, LookupError, TypeError, RuntimeError):
@@ -80,7 +103,7 @@ class StateGuard:
                 tensor.layout is not torch.strided or tensor.stride() != strides
             ):
                 return f"{reference.path} has another shape, dtype, device or strides than before"
-        return None
+        return next(filter(None, map(_keys_failure, self._state_keys)), None)
 
     def stands_for(self, other: StateGuard) -> bool:
         """Whether another one compares the same places with the same kinds."""
@@ -90,17 +113,20 @@ class StateGuard:
             and self._layouts == other._layouts
             and [_place(reference) for reference, _ in self._expected]
             == [_place(reference) for reference, _ in other._expected]
+            and list(map(_identity, self._state_keys)) == list(map(_identity, other._state_keys))
         )
 
     def _tensors(self) -> list[Any]:
         """What all references hold now.
 
         Raises:
-            LookupError, TypeError: where one holds nothing.
+            LookupError, TypeError: where one holds nothing, or state has other keys.
         """
         entries: list[Any] = [
             optimizer.state.get(place.get()) for optimizer, place in self._holders
         ]
+        if not all(map(operator.eq, map(dict.keys, entries), self._names)):
+            raise LookupError
         found = list(map(operator.getitem, map(entries.__getitem__, self._places), self._keys))
         return [*found, *[reference.get() for reference in self._others]]
 
@@ -110,14 +136,53 @@ def _holder(reference: OptimizerReference) -> tuple[int, int]:
     return id(reference.optimizer), id(reference.parameter)
 
 
+def _keys_failure(keys: StateKeys) -> str | None:
+    """None while an optimizer's state has these entries, else the first difference."""
+    for place, names in keys.filled:
+        entry = keys.optimizer.state.get(place.get())
+        now: Any = entry.keys() if isinstance(entry, dict) else ()
+        for name in now:
+            if name not in names:
+                return f"{keys.path}.state[{place.path}][{name!r}] exists already"
+        for name in names:
+            if name not in now:
+                return f"{keys.path}.state[{place.path}][{name!r}] does not exist yet"
+    return _count_failure(keys)
+
+
+def _count_failure(keys: StateKeys) -> str | None:
+    """None while an optimizer's state has no more entries, if those with keys are known to be
+    there, else what has been added or is gone.
+    """
+    if len(keys.optimizer.state) == len(keys.filled) and not keys.others:
+        return None
+    for place in keys.empty:
+        if is_filled(keys.optimizer.state.get(place.get())):
+            return f"{keys.path}.state[{place.path}] exists already"
+    if filled_entries(keys.optimizer) != len(keys.filled) + keys.others:
+        return f"{keys.path}.state has another number of entries than before"
+    return None
+
+
+def _identity(keys: StateKeys) -> tuple[Any, ...]:
+    """Equal where keys of the same places are compared."""
+    filled = [(_parameter(place), names) for place, names in keys.filled]
+    return id(keys.optimizer), filled, list(map(_parameter, keys.empty)), keys.others
+
+
+def _parameter(place: PlaceReference) -> tuple[Any, ...]:
+    """A key that is equal for references to one parameter's place, as long as it is there."""
+    # Another tuple may come in a tuple's place.
+    space = place.space
+    holder = space if isinstance(space, FrozenSpace) else space.holder  # type: ignore[attr-defined]
+    return type(space), id(holder), id(place.key)
+
+
 def _place(reference: _Reference) -> tuple[Any, ...]:
     """A key that is equal for references to one place, as long as both are there."""
     if isinstance(reference, ScalerReference):
         return id(reference.scaler), reference.key
-    space = reference.parameter.space
-    # Another tuple may come in a tuple's place.
-    holder = space if isinstance(space, FrozenSpace) else space.holder  # type: ignore[attr-defined]
-    parameter = type(space), id(holder), id(reference.parameter.key)
+    parameter = _parameter(reference.parameter)
     if isinstance(reference, GradientReference):
         return parameter
     return id(reference.optimizer), id(reference.key), *parameter

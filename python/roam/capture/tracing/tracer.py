@@ -58,6 +58,7 @@ from roam.state.references import (
     PlaceReference,
     RateReference,
     Skeleton,
+    StateKeys,
     StateReference,
     as_tuple,
     optimizer_references,
@@ -139,6 +140,10 @@ def trace(
         (reference, value)
         for reference, value in state
         if reference.path not in fake_state.changing
+    ]
+    recorder.program.state_keys = [
+        StateKeys.of(optimizer, path, fake_state.parameters)
+        for path, optimizer in fake_state.reach.optimizers
     ]
     kept = [(reference, reference.get()) for reference in fake_state.numbers]
     held: list[tuple[OptimizerReference | PlaceReference, Any]] = [
