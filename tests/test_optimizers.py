@@ -260,7 +260,7 @@ class TestNumbersOfGroups:
                 print(self.param_groups[0]["lr"])
 
         model = Net()
-        with pytest.raises(roam.CaptureError, match="is used in Python"):
+        with pytest.raises(roam.CaptureError, match="Python needs the number"):
             roam.capture(
                 train_step,
                 model,
