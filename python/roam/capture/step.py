@@ -30,7 +30,7 @@ from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
-from roam.interrupts import interrupts_wait
+from roam.interrupts import interrupts_wait, signals_wait
 from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
@@ -348,7 +348,7 @@ def capture_step(
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
     # them.
-    with watched, collections_wait():
+    with signals_wait(), watched, collections_wait():
         note_rank()
         check_surroundings()
         if torch.is_autocast_cache_enabled() and any(
