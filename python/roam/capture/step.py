@@ -634,12 +634,19 @@ class _Tracer:
         alone, as it has to be without live numbers.
         """
         while True:
+            self.reach.reads.disturbed.clear()
             try:
-                return self._programs(live_arguments, live_numbers, only_first=only_first)
+                programs = self._programs(live_arguments, live_numbers, only_first=only_first)
             except NumbersChange as found:
                 self.known.numbers.update(found.paths)
                 if self.is_settled:  # these numbers may be among the settings
                     raise
+            except CaptureError:
+                self.reach.reads.check_others()
+                raise
+            else:
+                self.reach.reads.check_others()
+                return programs
 
     def _programs(
         self, live_arguments: bool, live_numbers: bool, *, only_first: bool
@@ -657,12 +664,12 @@ class _Tracer:
             regions=self.known.regions,
         )
         reads = self.reach.reads
-        snapshot, switches = Snapshot(self.reach), Switches()
+        snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
         change: str | None = None
         try:
             args, kwargs = fake_state.enter()
-            inside = Snapshot(self.reach)
+            inside = Snapshot(self.reach, leaves_others=True)
             for _ in range(_MOST_TRACES):
                 self.known.traces += 1
                 try:
@@ -747,7 +754,7 @@ class _Tracer:
                 inside.stir()
         finally:
             switches.restore()
-            snapshot.restore()
+            snapshot.restore(fake_state.fakes())
             fake_state.leave()
         raise CaptureError(
             f"the step did different things in two traces from the same state: {change}; let the "
@@ -762,7 +769,7 @@ class _Tracer:
         numbers. That run makes no program, since the last trace has left fakes that the fake state
         does not know. If the run ends in an error, the answer is a guess: True.
         """
-        inside = Snapshot(self.reach)
+        inside = Snapshot(self.reach, leaves_others=True)
         try:
             trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
         except (ArgumentsChange, NumbersChange):
