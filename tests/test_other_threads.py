@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import queue
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -162,6 +164,21 @@ def test_what_another_thread_writes_where_the_step_does_not_look_stays() -> None
     assert all(torch.equal(batch, torch.full((3, 4), float(n))) for n, batch in batches)
 
 
+def test_a_generator_from_which_another_thread_draws_goes_on_where_the_step_does_not_look() -> None:
+    drawn = []
+
+    def draw() -> None:
+        drawn.append((trainer.source.random(), float(trainer.array_source.random())))
+
+    with beside(draw) as ask:
+        trainer: Any = Feeding(ask)
+        trainer.source, trainer.array_source = random.Random(3), numpy.random.default_rng(3)
+        roam.compile(trainer.train)(torch.ones(3, 4))
+    one, other = random.Random(3), numpy.random.default_rng(3)
+    assert drawn == [(one.random(), float(other.random())) for _ in drawn]
+    assert len(drawn) > 1
+
+
 def test_batches_that_another_thread_takes_meanwhile_do_not_come_back() -> None:
     taken = []
 
@@ -271,21 +288,31 @@ class Caches(Changing):
         self.seen.append(self.factor)
 
 
+class Draws(Changing):
+    source: Any = None
+
+    def change(self) -> None:
+        self.seen.append(self.source.random())
+
+
 class SetsBehind(Changing):
     def change(self) -> None:
         vars(self)["steps"] = [5]
 
 
-@pytest.mark.parametrize("kind", [Appends, Puts, Sets, Deletes, Renews, Caches, SetsBehind])
+@pytest.mark.parametrize("kind", [Appends, Puts, Sets, Deletes, Renews, Caches, Draws, SetsBehind])
 def test_what_the_step_itself_changes_is_put_back_while_other_threads_run(
     kind: type[Changing],
 ) -> None:
     with beside(lambda: None) as ask:
         trainer = kind(ask)
+        trainer.source = source = random.Random(3)  # type: ignore[attr-defined]
+        state = source.getstate()
         before = dict(vars(trainer))
         held = list(trainer.seen), list(trainer.batches.queue), dict(trainer.pairs)
         with suppress(roam.CaptureError):
             roam.capture(trainer.train, torch.ones(3, 4))
+        assert source.getstate() == state
         assert list(vars(trainer)) == list(before)
         assert all(value is before[name] for name, value in vars(trainer).items())
         now = list(trainer.seen), list(trainer.batches.queue), dict(trainer.pairs)

@@ -125,6 +125,9 @@ class Snapshot:
             (path, cache, cache.cache_info().misses, keys_of(cache)) for path, cache in reach.caches
         ]
         self._sources = random_sources(reach)
+        self._held = [None] * (len(self._sources) - len(reach.random_sources)) + [
+            id(source) for _, source in reach.random_sources
+        ]
         with disable_current_modes():
             self._drawn = [read() for _, read, _ in self._sources]
 
@@ -146,8 +149,9 @@ class Snapshot:
             and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(cache))
         ]
         with disable_current_modes():
-            for (name, read, _), drawn in zip(self._sources, self._drawn, strict=True):
-                if not _is_same_state(read(), drawn):
+            for number in self._own_sources():
+                name, read, _ = self._sources[number]
+                if not _is_same_state(read(), self._drawn[number]):
                     reasons.append(f"{name} {DRAWN}")
         return reasons
 
@@ -155,11 +159,11 @@ class Snapshot:
         """Moves Python's and NumPy's random generators on. A step that draws a number and puts the
         state back then draws another number in its next trace.
         """
-        for place, (_, _, write) in enumerate(self._sources):
-            state = _moved_on(self._drawn[place])
+        for number in self._own_sources():
+            state = _moved_on(self._drawn[number])
             if state is not None:
-                write(state)
-                self._drawn[place] = state
+                self._sources[number][2](state)
+                self._drawn[number] = state
 
     def settings(self, made: Made) -> list[Setting] | None:
         """The changes of which `moved` tells, as settings. None unless all of them are entries of
@@ -218,16 +222,31 @@ class Snapshot:
     def _changes(self, place: Place, items: Items) -> list[str]:
         return _changes(place, items, self._renewed)
 
+    def _looked_at(self) -> set[int] | None:
+        """Identities of the values that the step can have got at; None if they may be all."""
+        if self._reach is None or self._reach.reads.everything:
+            return None
+        return self._reach.looked_at()
+
+    def _own_sources(self) -> list[int]:
+        """Numbers of the random generators that the step can have got at."""
+        looked_at = self._looked_at()
+        return [
+            number
+            for number, held in enumerate(self._held)
+            if looked_at is None or held is None or held in looked_at
+        ]
+
     def _own_holders(self, fakes: Iterable[tuple[Any, Any]] = ()) -> Iterator[tuple[Place, Items]]:
         """What every holder held, but for what others have changed: of that, what it holds now.
 
         Args:
             fakes: tensors, each with what capture has put in its place.
         """
-        if self._reach is None or self._reach.reads.everything:
+        looked_at = self._looked_at()
+        if self._reach is None or looked_at is None:
             yield from self._holders
             return
-        looked_at = self._reach.looked_at()
         renewing = {
             id(space)
             for place in self._reach.places
@@ -293,9 +312,10 @@ class Snapshot:
             if cache.cache_info().misses != misses:
                 forget_others(cache, keys)  # it may hold results made of fake tensors
         with disable_current_modes():
-            for (_, read, write), drawn in zip(self._sources, self._drawn, strict=True):
-                if not _is_same_state(read(), drawn):
-                    write(drawn)
+            for number in self._own_sources():
+                _, read, write = self._sources[number]
+                if not _is_same_state(read(), self._drawn[number]):
+                    write(self._drawn[number])
         if failures:
             raise failures[0]
 
