@@ -1,10 +1,11 @@
-"""Delays Ctrl-C to a moment at which it does no harm, and never loses it."""
+"""Delays Ctrl-C and other signals to a moment at which they do no harm, and never loses any."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -84,6 +85,45 @@ def deliver_interrupts() -> None:
     """Lets a Ctrl-C take effect that came during an operator, where it is allowed to."""
     if _waits and _waits[-1].is_open and threading.current_thread() is threading.main_thread():
         _waits[-1].deliver()
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Python's handlers of signals other than Ctrl-C are called at the end of the block, once for
+    each time that their signal came: in the middle of a trace they would be taken for a part of
+    the step.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: dict[int, Any] = {}
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    try:
+        for number in signal.valid_signals() - {signal.SIGINT}:
+            if callable(handler := signal.getsignal(number)):
+                waiting[number] = handler
+                signal.signal(number, note)
+        yield
+    finally:
+        for late, handler in waiting.items():
+            if signal.getsignal(late) is note:  # else the block has set another one
+                signal.signal(late, handler)
+        _call(waiting, came)
+
+
+def _call(handlers: dict[int, Callable[[int, FrameType | None], Any]], came: list[int]) -> None:
+    """Calls the handlers of the signals that came, all of them even if one raises an exception."""
+    try:
+        while came:
+            number = came.pop(0)
+            handlers[number](number, sys._getframe())
+    finally:
+        if came:
+            _call(handlers, came)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
-from roam.interrupts import interrupts_wait
+from roam.interrupts import interrupts_wait, signals_wait
 from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
@@ -348,7 +348,7 @@ def capture_step(
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
     # them.
-    with watched, collections_wait():
+    with signals_wait(), watched, collections_wait():
         note_rank()
         check_surroundings()
         if torch.is_autocast_cache_enabled() and any(
@@ -634,12 +634,19 @@ class _Tracer:
         alone, as it has to be without live numbers.
         """
         while True:
+            self.reach.reads.disturbed.clear()
             try:
-                return self._programs(live_arguments, live_numbers, only_first=only_first)
+                programs = self._programs(live_arguments, live_numbers, only_first=only_first)
             except NumbersChange as found:
                 self.known.numbers.update(found.paths)
                 if self.is_settled:  # these numbers may be among the settings
                     raise
+            except CaptureError:
+                self.reach.reads.check_others()
+                raise
+            else:
+                self.reach.reads.check_others()
+                return programs
 
     def _programs(
         self, live_arguments: bool, live_numbers: bool, *, only_first: bool
@@ -657,12 +664,12 @@ class _Tracer:
             regions=self.known.regions,
         )
         reads = self.reach.reads
-        snapshot, switches = Snapshot(self.reach), Switches()
+        snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
         change: str | None = None
         try:
             args, kwargs = fake_state.enter()
-            inside = Snapshot(self.reach)
+            inside = Snapshot(self.reach, leaves_others=True)
             for _ in range(_MOST_TRACES):
                 self.known.traces += 1
                 try:
@@ -747,7 +754,7 @@ class _Tracer:
                 inside.stir()
         finally:
             switches.restore()
-            snapshot.restore()
+            snapshot.restore(fake_state.fakes())
             fake_state.leave()
         raise CaptureError(
             f"the step did different things in two traces from the same state: {change}; let the "
@@ -762,7 +769,7 @@ class _Tracer:
         numbers. That run makes no program, since the last trace has left fakes that the fake state
         does not know. If the run ends in an error, the answer is a guess: True.
         """
-        inside = Snapshot(self.reach)
+        inside = Snapshot(self.reach, leaves_others=True)
         try:
             trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
         except (ArgumentsChange, NumbersChange):

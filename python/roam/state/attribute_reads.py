@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, Final
@@ -75,6 +76,8 @@ _BY_COMPUTED_NAME: Final = frozenset(
 # After that, all attributes count as read.
 _MOST_BEGINNINGS: Final = 16
 _MOST_FUNCTIONS: Final = 100
+# How often a capture begins again because other threads change what the step looks at.
+_MOST_DISTURBANCES: Final = 8
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
 
@@ -101,6 +104,14 @@ class Reads:
         self._overwritten: dict[Edge, None] = {}
         """The attributes that every trace has set before it looked at them, in order."""
         self._set_now: set[Edge] = set()
+        self._written: set[Edge] = set()
+        """The attributes that any trace has set or deleted."""
+        self._kinds: defaultdict[int, set[type]] = defaultdict(set)
+        """The classes of the objects that have a key."""
+        self.disturbed: list[str] = []
+        """Paths of the attributes that the step has looked at, and that other threads have changed
+        during its trace."""
+        self._disturbances = 0
         self._names: set[str] = set()
         self._whole: set[int] = set()
         self._held: set[int] = set()
@@ -149,6 +160,7 @@ class Reads:
         if id(value) not in self._keys:
             self._keys[id(value)] = id(holder)
             self._kept += (value, holder)
+            self._kinds[id(holder)].add(type(value))
             self._classes[type(value)] = type(value).__setattr__, type(value).__delattr__
         self._reached.add(id(holder))
         return id(holder)
@@ -188,6 +200,20 @@ class Reads:
         if key is None:
             return name in self._names or (name.startswith("__") and name.endswith("__"))
         return edge in self._noted or key in self._whole
+
+    def may_have_changed(self, key: int, name: str, *, is_new: bool) -> bool:
+        """Whether the traced thread may have given an attribute its value of now. `is_new`: it had
+        none before; `functools.cached_property` puts values there past `__setattr__`.
+        """
+        if self.everything or key in self._whole or (key, name) in self._written:
+            return True
+        return (
+            is_new
+            and (key, name) in self._noted
+            and any(
+                name in _dictionary_of(base) for kind in self._kinds[key] for base in _mro(kind)
+            )
+        )
 
     def takes_whole(self, holder: int) -> bool:
         """Makes all attributes of an object count as read, since something holds their dictionary
@@ -249,6 +275,25 @@ class Reads:
             self._beginnings += self.is_narrow
             self.everything = self.everything or self._beginnings > _MOST_BEGINNINGS
             raise ReadMore
+
+    def check_others(self) -> None:
+        """To be called when the state is as it was before the trace.
+
+        Raises:
+            ReadMore: if other threads have changed what the step had looked at.
+            CaptureError: if they do so all the time.
+        """
+        paths, self.disturbed = self.disturbed, []
+        if not paths:
+            return
+        self._disturbances += 1
+        if self._disturbances > _MOST_DISTURBANCES:
+            raise CaptureError(
+                f"another thread changes {paths[0]} again and again while the step, which looks at "
+                "it, is captured; let the thread keep it where the step does not look",
+                code="moved",
+            )
+        raise ReadMore
 
     def add_functions(self, found: list[tuple[str, Any]]) -> None:
         """To be called after a trace, with the user's functions that it ran and that the walk had
@@ -335,7 +380,9 @@ class Reads:
             key = id(value if attributes is None else attributes)
             if key not in self._reached:
                 return
-        if not is_set and not is_deleted and key in self._refusing:
+        if is_set or is_deleted:
+            self._written.add((key, name))
+        elif key in self._refusing:
             self._refusing[key](name)
         is_all = name in _ALL
         if is_all and sys._getframe(2).f_code in _ONE_NAME:
@@ -411,8 +458,12 @@ def is_watchable(kind: type) -> bool:
 
 
 def _definer(kind: type, name: str) -> type:
-    mro: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
-    return next(base for base in mro if name in _dictionary_of(base))
+    return next(base for base in _mro(kind) if name in _dictionary_of(base))
+
+
+def _mro(kind: type) -> tuple[type, ...]:
+    found: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
+    return found
 
 
 def _dictionary_of(kind: type) -> Any:

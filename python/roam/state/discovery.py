@@ -20,7 +20,7 @@ import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Final, get_args
 
@@ -202,6 +202,8 @@ class _Walk:
         self.root_globals: object = None
         self.reads = reach.reads
         self.edge: Edge | None = None  # the last attribute on the way to what is being entered
+        self.holder: int | None = None  # the value that is being entered (`Reach.links`)
+        self.needed: Edge | None = None  # what the step looks at to get from there to the next one
         self.weights: Counter[Edge] = Counter()  # how many values are behind an edge
         self.held: defaultdict[str, list[_Item]] = defaultdict(
             list
@@ -227,6 +229,7 @@ class _Walk:
             self.is_guarding = bool(self.guarded or self.optimizers)
             if not self.guarded and self.optimizers:
                 value, path, self.edge = self.optimizers.popleft()
+                self.holder = None
                 self._optimizer(value, path)
                 continue
             value, path, self.edge = (self.guarded or self.live).popleft()
@@ -239,6 +242,7 @@ class _Walk:
                     code="reach",
                 )
 
+        self.holder = None
         if self.asks_seeds:
             for path, generator in self.reach.generators:
                 self._place(ReadSpace(generator, path, torch.Generator.initial_seed, None), True)
@@ -321,8 +325,30 @@ class _Walk:
         self.seen[id(value)] = value
         return True
 
-    def _place(self, space: Space, guarded: bool | None = None) -> None:
-        self.reach.places.append(Place(space, self.is_guarding if guarded is None else guarded))
+    def _place(self, space: Space, guarded: bool | None = None, owner: int | None = None) -> None:
+        is_guarded = self.is_guarding if guarded is None else guarded
+        self.reach.places.append(
+            Place(space, is_guarded, self.holder, None if self.holder is None else owner)
+        )
+
+    def _link(self, value: object) -> None:
+        """Notes that what is being entered holds a value."""
+        if self.holder is None:
+            self.reach.roots.add(id(value))
+        else:
+            self.reach.links[self.holder].append((id(value), self.needed))
+
+    @contextmanager
+    def _in(self, part: object) -> Iterator[None]:
+        """What is entered in this context is part of a value that several others may hold; with
+        None, of what the step may get at in ways that are not known.
+        """
+        outer = self.holder, self.needed
+        self.holder, self.needed = None if part is None else id(part), None
+        try:
+            yield
+        finally:
+            self.holder, self.needed = outer
 
     def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
         if value is MISSING:
@@ -335,6 +361,7 @@ class _Walk:
             is_renewed = bool(self.renewed) and type(value) in (list, dict)
             if place is not None and (is_renewed or issubclass(type(value), (tuple, frozenset))):
                 self.frozen[id(value)].append(place)
+            self._link(value)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
 
     def _slot(self, slot: Slot) -> None:
@@ -347,17 +374,20 @@ class _Walk:
         kind: TensorKind = "loose",
         guarded: bool | None = None,
         owner: int | None = None,
+        all_noted: bool = True,
     ) -> None:
         """Record a space, its tensors, and what is to be entered from it. `owner`: the key of the
-        object whose attributes these are, if its reads are noted.
+        object whose attributes these are, if its reads are noted; `all_noted`: without exception.
         """
-        self._place(space, guarded)
+        self._place(space, guarded, owner if all_noted else None)
         items = space.items()
         self._weigh(len(items))
-        outer = self.edge
+        outer, needed = self.edge, self.needed
+        self.needed = None
         for key, value in items:
             if owner is not None:
                 self.edge = (owner, key)
+                self.needed = self.edge if all_noted else None
                 if self.reads.is_deferred(self.edge):
                     continue
             if issubclass(type(value), torch.Tensor):
@@ -366,16 +396,21 @@ class _Walk:
                 self._place(SequenceSpace(value, space.label(key)), guarded=False)
             else:
                 self._enqueue(value, space.label(key), (space, key))
-        self.edge = outer
+        self.edge, self.needed = outer, needed
 
     def _tensor(self, value: torch.Tensor, space: Space, key: Any, kind: TensorKind) -> None:
         """Record a tensor, and the attributes and hooks that were put on it."""
         self._slot(Slot(space.label(key), value, space, key, kind))
-        if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
-            self._fill(
-                MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key)))
-            )
-        self._hooks(value, space.label(key))
+        with self._in(None):
+            if (
+                value.__dict__
+                and not isinstance(value, FakeTensor)
+                and self._is_new(value.__dict__)
+            ):
+                self._fill(
+                    MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key)))
+                )
+            self._hooks(value, space.label(key))
 
     def _hooks(self, tensor: torch.Tensor, path: str) -> None:
         """Enter the hooks on a tensor's gradient."""
@@ -394,6 +429,7 @@ class _Walk:
             raise _LeftOut
         if not self._is_new(value):
             return
+        self.holder = None if _is_replaced(value) else id(value)
         if kind in (list, dict) and path in self.renewed:
             self._fill(RenewedSpace(value, path, self.frozen[id(value)], label=_index(path)))
         elif issubclass(kind, torch.nn.Module):
@@ -545,8 +581,13 @@ class _Walk:
         names = self.reads.names_of(key)
         for name, kind in holders.items():
             holder = attributes.get(name)
-            if isinstance(holder, dict) and self._is_new(holder):
-                space = MappingSpace(holder, path, label=_child(path))
+            if not isinstance(holder, dict):
+                continue
+            self._link(holder)
+            if not self._is_new(holder):
+                continue
+            space = MappingSpace(holder, path, label=_child(path))
+            with self._in(None if self.holder is None else holder):
                 if name != "_modules" or key is None or self.reads.has((key, name)):
                     self._fill(space, kind)  # type: ignore[arg-type]
                 else:
@@ -568,10 +609,10 @@ class _Walk:
         self._place(space)
         outer = self.edge
         for name, child in space.items():
-            self.edge = (key, name)
+            self.edge = self.needed = (key, name)
             if (names is None or name in names) and not self.reads.is_deferred(self.edge):
                 self._enqueue(child, space.label(name))
-        self.edge = outer
+        self.edge, self.needed = outer, None
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         """Guard hyper-parameters through the optimizer, and keep every holder for the snapshot."""
@@ -637,9 +678,9 @@ class _Walk:
                 nested = [
                     (name, value) for name, value in entry.items() if type(value) in (list, dict)
                 ]
-                self.guarded.extend(
-                    (value, f"{label(key)}[{name!r}]", self.edge) for name, value in nested
-                )
+                for name, value in nested:
+                    self._link(value)
+                    self.guarded.append((value, f"{label(key)}[{name!r}]", self.edge))
                 self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
 
     def _fill_live(self, space: Space, kind: TensorKind) -> None:
@@ -705,8 +746,10 @@ class _Walk:
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             space = CellSpace(cell, name, f"closure {name}{of}")
+            self._link(cell)
             if self._is_new(cell):
-                self._fill(space)
+                with self._in(None if self.holder is None else cell):
+                    self._fill(space)
                 continue
             [(_, held)] = space.items()
             # The functions seen before may only have tested the class.
@@ -748,6 +791,7 @@ class _Walk:
         """
         held, self.held_modules = self.held_modules, []
         self.is_guarding = True
+        self.holder = None
         for module, path, self.edge in held:
             self._user_module(module, path, frozenset(self.named))
         return bool(self.guarded or self.optimizers)
@@ -756,6 +800,12 @@ class _Walk:
         """Enter a module that the user wrote by the names that his code could take from it."""
         if not issubclass(type(module), types.ModuleType) or is_library(module.__name__):
             return
+        with self._in(None):
+            self._names_of_module(module, path, attributes)
+
+    def _names_of_module(
+        self, module: types.ModuleType, path: str, attributes: frozenset[str]
+    ) -> None:
         names = sorted(name for name in attributes if name in module.__dict__)
         if len(names) < len(attributes):
             self._enqueue(module.__dict__.get("__getattr__"), f"{path}.__getattr__")
@@ -789,7 +839,8 @@ class _Walk:
             for name in CONSTRUCTORS:
                 part = type.__dict__["__dict__"].__get__(base).get(name)
                 if part is not None:
-                    self._enqueue(part, f"{base.__qualname__}.{name}")
+                    with self._in(None):
+                        self._enqueue(part, f"{base.__qualname__}.{name}")
 
     def _class_of(self, value: Any) -> None:
         """Enter an object's class. If the reads of the object are noted, a method is entered only
@@ -816,6 +867,10 @@ class _Walk:
                 self._enqueue(base, base.__qualname__)
 
     def _class_space(self, base: type, path: str, is_held: bool = False) -> None:
+        with self._in(None):  # what a class holds, its objects get at in many ways
+            self._entries_of_class(base, path, is_held)
+
+    def _entries_of_class(self, base: type, path: str, is_held: bool) -> None:
         space = ClassSpace(base, path, label=_child(path))
         if id(base) not in self.classes:
             self.classes.add(id(base))
@@ -835,6 +890,7 @@ class _Walk:
             if not is_method or name in self.named or self.reads.has((None, name)):
                 self._enqueue(item, space.label(name), (space, name))
             elif self.reads.is_narrow and self.is_held:
+                self._link(item)
                 self.held[name].append((item, space.label(name), self.edge))
             elif not self.reads.is_deferred((None, name)):
                 self._enqueue(item, space.label(name), (space, name))
@@ -875,16 +931,25 @@ class _Walk:
         names = self.reads.names_of(key)
         if has_dictionary and self.is_guarding:
             self.reach.objects.append((path, value))
-        if has_dictionary and self._is_new(attributes):
-            self._names(attributes, path, key, names)
+        if has_dictionary:
+            self._link(attributes)
+            if self._is_new(attributes):
+                with self._in(None if self.holder is None else attributes):
+                    self._names(attributes, path, key, names)
+        unnoted = _slots_of_super(type(value)) if slots else frozenset()
         if slots and names is not None:
-            names |= _slots_of_super(type(value))
+            names |= unnoted
             self._overwritten(
-                SlotsSpace(value, slots, path, label=_child(path)), key, slots.keys() - names
-            )
+                SlotsSpace(value, slots, path, label=_child(path)), key, slots.keys() - names,
+                all_noted=not unnoted,
+            )  # fmt: skip
             slots = {name: slot for name, slot in slots.items() if name in names}
         if slots:
-            self._fill(SlotsSpace(value, slots, path, label=_child(path)), owner=key)
+            self._fill(
+                SlotsSpace(value, slots, path, label=_child(path)),
+                owner=key,
+                all_noted=not unnoted,
+            )
 
     def _names(
         self, attributes: dict[str, Any], path: str, key: int | None, names: set[str] | None
@@ -899,15 +964,43 @@ class _Walk:
                 AttributesSpace(attributes, sorted(names), path, label=_child(path)), owner=key
             )
 
-    def _overwritten(self, space: Space, key: int | None, names: Collection[str] | None) -> None:
+    def _overwritten(
+        self,
+        space: Space,
+        key: int | None,
+        names: Collection[str] | None,
+        *,
+        all_noted: bool = True,
+    ) -> None:
         """Notes which attributes of an object the step sets before it looks at them. The snapshot
         keeps the contents of the whole space.
         """
-        self._place(space, guarded=False)
+        self._place(space, guarded=False, owner=key if all_noted else None)
         for name in self.reads.overwritten(key):
             if names is None or name in names:
                 assert key is not None, "its reads are noted"
                 self.reach.overwritten.append((space, name, key))
+
+
+def _is_replaced(value: Any) -> bool:
+    """Whether capture does more to a value than put fakes in the places of tensors, or a class, of
+    whose objects there may be more than the walk has met.
+    """
+    kind = type(value)
+    return issubclass(
+        kind,
+        (
+            type,
+            types.ModuleType,
+            torch.nn.RNNBase,
+            torch.optim.Optimizer,
+            torch.amp.GradScaler,
+            *_SCHEDULERS,
+        ),
+    ) or (
+        issubclass(kind, dict)
+        and any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value))
+    )
 
 
 def _slots_of_super(kind: type) -> frozenset[str]:

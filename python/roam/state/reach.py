@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,10 +40,17 @@ class Slot:
 class Place:
     """A space and how it is treated: `guarded` ones must stay as they are from step to step, the
     others are live state.
+
+    Attributes:
+        value: the identity of the value that it is part of (`Reach.links`); None if the step may
+            get at it in ways that are not known.
+        owner: the key of the object whose attributes these are, if its reads are noted.
     """
 
     space: Space
     guarded: bool
+    value: int | None = None
+    owner: int | None = None
 
 
 class Reach:
@@ -68,6 +76,9 @@ class Reach:
         edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the
             way to it, by which it can be left out (`Reads.defer`).
         reads: what is known of the attributes that the step looks at.
+        links: for the identity of a value, those of the values that it holds, each with the
+            attribute that the step has to look at to get there, or None.
+        roots: identities of values that the step gets at whatever it looks at.
         code: that of all functions entered, each with its globals.
     """
 
@@ -86,6 +97,8 @@ class Reach:
         self.places: list[Place] = []
         self.objects: list[tuple[str, Any]] = []
         self.overwritten: list[tuple[Space, str, int]] = []
+        self.links: defaultdict[int, list[tuple[int, Edge | None]]] = defaultdict(list)
+        self.roots: set[int] = set()
         self.code: dict[types.CodeType, dict[str, Any]] = {}
 
     @property
@@ -117,6 +130,18 @@ class Reach:
         return {
             id(place.space.now()) for place in self.places if isinstance(place.space, RenewedSpace)
         }
+
+    def looked_at(self) -> set[int]:
+        """Identities of the values that the step can have got at, by what it has looked at."""
+        found, new = set(self.roots), list(self.roots)
+        while new:
+            for value, edge in self.links.get(new.pop(), ()):
+                if value not in found and (
+                    edge is None or self.reads.has(edge) or self.reads.has((edge[0], "_modules"))
+                ):
+                    found.add(value)
+                    new.append(value)
+        return found
 
     def edge_to(self, path: str) -> Edge | None:
         """By which attribute the value at a path, or what holds it, can be left out."""

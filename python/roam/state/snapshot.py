@@ -10,15 +10,24 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from roam.state.cached_results import forget_others, keys_of, tensors_in
-from roam.state.containers import ArraySpace, MappingSpace, SequenceSpace, SetSpace, entries_of
+from roam.state.containers import (
+    ArraySpace,
+    MappingSpace,
+    RenewedSpace,
+    SequenceSpace,
+    SetSpace,
+    entries_of,
+)
 from roam.state.equality import MISSING, is_plain, same, show
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace
@@ -92,9 +101,15 @@ class Snapshot:
     every tensor; the state of Python's, NumPy's and PyTorch's default random generators, CUDA's
     where CUDA is in use, and of every generator that the step reaches. What iterators have handed
     out cannot be kept (`Reach.iterators`).
+
+    With `leaves_others`, what other threads write meanwhile is left as it is: to what the step does
+    not look at, and to attributes that the step does not set. It has to look at them as `Reads`
+    notes.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, *, leaves_others: bool = False) -> None:
+        # Alone, the step is the one that writes, also where `Reads` does not see it.
+        self._reach = reach if leaves_others and len(sys._current_frames()) > 1 else None
         # An optimizer's hyper-parameters are a view of holders that are kept in their own right.
         places = [place for place in reach.places if not place.space.is_immutable]
         self._renewed = reach.renewed
@@ -110,6 +125,9 @@ class Snapshot:
             (path, cache, cache.cache_info().misses, keys_of(cache)) for path, cache in reach.caches
         ]
         self._sources = random_sources(reach)
+        self._held = [None] * (len(self._sources) - len(reach.random_sources)) + [
+            id(source) for _, source in reach.random_sources
+        ]
         with disable_current_modes():
             self._drawn = [read() for _, read, _ in self._sources]
 
@@ -119,7 +137,7 @@ class Snapshot:
         """
         reasons = [
             reason
-            for place, items in self._holders
+            for place, items in self._own_holders()
             if place.guarded
             for reason in self._changes(place, items)
         ]
@@ -131,8 +149,9 @@ class Snapshot:
             and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(cache))
         ]
         with disable_current_modes():
-            for (name, read, _), drawn in zip(self._sources, self._drawn, strict=True):
-                if not _is_same_state(read(), drawn):
+            for number in self._own_sources():
+                name, read, _ = self._sources[number]
+                if not _is_same_state(read(), self._drawn[number]):
                     reasons.append(f"{name} {DRAWN}")
         return reasons
 
@@ -140,11 +159,11 @@ class Snapshot:
         """Moves Python's and NumPy's random generators on. A step that draws a number and puts the
         state back then draws another number in its next trace.
         """
-        for place, (_, _, write) in enumerate(self._sources):
-            state = _moved_on(self._drawn[place])
+        for number in self._own_sources():
+            state = _moved_on(self._drawn[number])
             if state is not None:
-                write(state)
-                self._drawn[place] = state
+                self._sources[number][2](state)
+                self._drawn[number] = state
 
     def settings(self, made: Made) -> list[Setting] | None:
         """The changes of which `moved` tells, as settings. None unless all of them are entries of
@@ -152,7 +171,7 @@ class Snapshot:
         """
         found: list[Setting] = []
         reasons = 0
-        for place, items in self._holders:
+        for place, items in self._own_holders():
             if not place.guarded or not (changes := self._changes(place, items)):
                 continue
             reasons += len(changes)
@@ -172,7 +191,7 @@ class Snapshot:
         such as counters and running sums.
         """
         found = set()
-        for place, items in self._holders:
+        for place, items in self._own_holders():
             if (
                 place.guarded
                 and type(place.space).set is not Space.set
@@ -192,7 +211,7 @@ class Snapshot:
         have replaced, which differ from them only by tensors.
         """
         found: list[Any] = []
-        for place, items in self._holders:
+        for place, items in self._own_holders():
             if place.guarded and self._changes(place, items):
                 for key, old in items:
                     others: list[Any] = []
@@ -203,20 +222,88 @@ class Snapshot:
     def _changes(self, place: Place, items: Items) -> list[str]:
         return _changes(place, items, self._renewed)
 
-    def restore(self) -> None:
+    def _looked_at(self) -> set[int] | None:
+        """Identities of the values that the step can have got at; None if they may be all."""
+        if self._reach is None or self._reach.reads.everything:
+            return None
+        return self._reach.looked_at()
+
+    def _own_sources(self) -> list[int]:
+        """Numbers of the random generators that the step can have got at."""
+        looked_at = self._looked_at()
+        return [
+            number
+            for number, held in enumerate(self._held)
+            if looked_at is None or held is None or held in looked_at
+        ]
+
+    def _own_holders(self, fakes: Iterable[tuple[Any, Any]] = ()) -> Iterator[tuple[Place, Items]]:
+        """What every holder held, but for what others have changed: of that, what it holds now.
+
+        Args:
+            fakes: tensors, each with what capture has put in its place.
+        """
+        looked_at = self._looked_at()
+        if self._reach is None or looked_at is None:
+            yield from self._holders
+            return
+        renewing = {
+            id(space)
+            for place in self._reach.places
+            if isinstance(place.space, RenewedSpace)
+            for space, _ in place.space.places
+        }
+        tensors = {id(fake): tensor for tensor, fake in fakes}
+        for place, items in self._holders:
+            if place.owner is None and id(place.space) in renewing:
+                yield place, items
+            elif place.value is not None and place.value not in looked_at:
+                now = place.space.items() if tensors else []
+                if any(_holds_fake(value, tensors) for _, value in now):
+                    yield place, _with_tensors(place.space, now, items, tensors)
+            elif place.owner is not None and not _is_untouched(place.space, items):
+                yield place, self._own_attributes(place, place.owner, items)
+            else:
+                yield place, items
+
+    def _own_attributes(self, place: Place, owner: int, items: Items) -> Items:
+        assert self._reach is not None
+        now, reads = place.space.items(), self._reach.reads
+        before, after = dict(items), dict(now)
+        own: Items = []
+        for name in {**before, **after}:
+            old, new = before.get(name, MISSING), after.get(name, MISSING)
+            if (
+                old is new
+                or _holds_stand_in(new, set())
+                or reads.may_have_changed(owner, name, is_new=old is MISSING)
+            ):
+                own.append((name, old))
+                continue
+            own.append((name, new))
+            if reads.has((owner, name)) and not same(old, new):
+                reads.disturbed.append(place.space.label(name))
+        if type(place.space) is MappingSpace:
+            own = [(name, value) for name, value in own if value is not MISSING]
+        return own
+
+    def restore(self, fakes: Iterable[tuple[Any, Any]] = ()) -> None:
         """Put everything back: the same holders with the old contents in the old order. Values of
         tensors are not touched.
+
+        Args:
+            fakes: tensors, each with what capture has put in its place.
 
         Raises:
             Exception: whatever a holder raised that refuses its old contents; everything else is
                 put back all the same.
         """
         failures: list[Exception] = []
-        for place, items in self._holders:
+        for place, items in self._own_holders(fakes):
             if isinstance(place.space, OptimizerSpace) or _is_untouched(place.space, items):
                 continue
             try:
-                place.space.put(items)
+                _put(place.space, items)
             except Exception as error:  # noqa: BLE001 - raised again once the rest is back
                 failures.append(error)
         for state in self._tensors:
@@ -225,11 +312,99 @@ class Snapshot:
             if cache.cache_info().misses != misses:
                 forget_others(cache, keys)  # it may hold results made of fake tensors
         with disable_current_modes():
-            for (_, read, write), drawn in zip(self._sources, self._drawn, strict=True):
-                if not _is_same_state(read(), drawn):
-                    write(drawn)
+            for number in self._own_sources():
+                _, read, write = self._sources[number]
+                if not _is_same_state(read(), self._drawn[number]):
+                    write(self._drawn[number])
         if failures:
             raise failures[0]
+
+
+_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt)
+"""What only capture puts in the place of another value."""
+
+
+def _holds_stand_in(value: Any, seen: set[int]) -> bool:
+    """Whether a value is such a stand-in, or was made by capture to hold one."""
+    kind = type(value)
+    if issubclass(kind, _STAND_INS):
+        return True
+    if issubclass(kind, weakref.ref):
+        return issubclass(type(value()), _STAND_INS)
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if issubclass(kind, tuple):
+        parts = list(tuple.__iter__(value))
+    elif issubclass(kind, frozenset):
+        parts = list(frozenset.__iter__(value))
+    else:
+        parts = [part for _, part in entries_of(value)]
+    return any(_holds_stand_in(part, seen) for part in parts)
+
+
+def _put(space: Space, items: Items) -> None:
+    """Gives a space these contents: only the values that differ, where the keys are the same."""
+    now = space.items()
+    if (
+        type(space) not in (MappingSpace, SequenceSpace)
+        or len(now) != len(items)
+        or any(key is not other for (key, _), (other, _) in zip(now, items, strict=True))
+    ):
+        space.put(items)
+        return
+    for (key, old), (_, value) in zip(now, items, strict=True):
+        if value is not old:
+            space.set(key, value)
+
+
+def _holds_fake(value: Any, tensors: Collection[int]) -> bool:
+    kind = type(value)
+    if issubclass(kind, weakref.ref):
+        return id(value()) in tensors
+    parts = next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
+    if parts is not None:
+        return any(_holds_fake(part, tensors) for part in parts.__iter__(value))
+    return id(value) in tensors
+
+
+def _with_tensors(space: Space, now: Items, before: Items, tensors: dict[int, Any]) -> Items:
+    """What a space holds now, with tensors in the place of their fakes."""
+
+    def real(place: int, value: Any) -> Any:
+        if not _holds_fake(value, tensors):
+            return value
+        likely = (old for _, old in before[place : place + 1])
+        others = (old for _, old in before)  # for a queue from which others have taken something
+        return next(
+            (old for old in chain(likely, others) if _stands_for(value, old, tensors)), value
+        )
+
+    values = [real(place, value) for place, (_, value) in enumerate(now)]
+    if isinstance(space, SetSpace):
+        return [(element, element) for element in values]
+    return [(key, value) for (key, _), value in zip(now, values, strict=True)]
+
+
+def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
+    """Whether capture has put a value, with fakes, in the place of another."""
+    if value is old or tensors.get(id(value)) is old:
+        return True
+    kind = type(value)
+    if kind is not type(old):
+        return False
+    if issubclass(kind, weakref.ref):
+        return _stands_for(value(), old(), tensors)
+    if issubclass(kind, tuple):
+        parts, others = list(tuple.__iter__(value)), list(tuple.__iter__(old))
+        return len(parts) == len(others) and all(
+            _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
+        )
+    if issubclass(kind, frozenset):
+        return {id(tensors.get(id(part), part)) for part in frozenset.__iter__(value)} == {
+            id(part) for part in frozenset.__iter__(old)
+        }
+    return False
 
 
 def _entry(items: Items, key: Any) -> Any:
