@@ -691,6 +691,17 @@ def read_what_a_scheduler_has_changed() -> Callable[[], Any]:
     return factor
 
 
+def put_a_list_in_a_tensors_place() -> Callable[[], Any]:
+    held: list[Any] = [torch.zeros(2)]
+
+    def factor() -> Any:
+        made = held[0].sum() + 1.0
+        held[0] = [2.0]
+        return made
+
+    return factor
+
+
 def give_a_tensor_to_numpy() -> Callable[[], Any]:
     weight = torch.ones(4, requires_grad=True)
     return lambda: float(np.sum((weight * 2).detach().numpy()))
@@ -698,6 +709,7 @@ def give_a_tensor_to_numpy() -> Callable[[], Any]:
 
 @pytest.mark.parametrize(("make", "code"), [
     (read_what_a_scheduler_has_changed, "unknown_number"),
+    (put_a_list_in_a_tensors_place, "moved"),
     (give_a_tensor_to_numpy, "value_reached_python"), (write_to_an_array, "moved"), (draw_in_secret, "unstable"),
     (draw_from_numpy_in_secret, "unstable"), (grow_an_argument, "moved"),
     (change_a_series, "moved"),

@@ -318,7 +318,8 @@ class FakeState:
         ever.
         """
         for reference in self.references():
-            local_of(reference.get()).constant = None
+            if isinstance(tensor := reference.get(), torch.Tensor):  # still
+                local_of(tensor).constant = None
 
     def entries(self) -> dict[RateReference, None]:
         """The entries of optimizers' groups, in their order."""

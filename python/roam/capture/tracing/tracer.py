@@ -45,7 +45,7 @@ from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
-from roam.state.equality import MISSING, is_plain, same
+from roam.state.equality import MISSING, is_plain, same, show
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LiveFloat, LiveInt, as_live, number_stand_ins
 from roam.state.made_objects import opened
@@ -1071,8 +1071,16 @@ def _argument_endings(recorder: Recorder, received: _Received) -> None:
             recorder.note_joined(reference.gradient.path, gradient)
 
 
-def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> None:
-    """Refuses what a run by a plan would leave a plain tensor without `requires_grad`."""
+def check_no_leaf(tensor: Any, path: str, *, is_new: bool = True) -> None:
+    """Refuses what a run by a plan would leave a plain tensor without `requires_grad`, and what is
+    no tensor in a tensor's place.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise CaptureError(
+            f"the step puts {show(tensor)} at {path}, where a tensor was; keep the two in places of their "
+            "own",
+            code="moved",
+        )
     if (tensor.requires_grad and tensor.is_leaf) or (is_new and is_parameter(tensor)):
         raise CaptureError(
             f"the step puts a parameter, or another leaf that requires a gradient, at {path}; "
