@@ -295,6 +295,8 @@ CASES: dict[str, Any] = {
     "scattered": lambda y: torch.zeros(512, 64).scatter_reduce(
         0, torch.zeros(512, 64, dtype=torch.int64), y, "mean"
     ),
+    "matrix_exp": lambda y: torch.linalg.matrix_exp(y[:64]),
+    "cumprod": lambda y: y.cumprod(1),
 }
 
 

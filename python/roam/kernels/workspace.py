@@ -51,6 +51,10 @@ _IN_STEPS = (
     "soft_margin_loss_backward", "upsample_",
 )  # fmt: skip
 """How the names of operators begin whose kernels make something in between, whatever they get."""
+_ON_ONES = frozenset(("aten.linalg_matrix_exp.default", "aten.cumprod_backward.default"))
+"""Operators that go another way for zeros than for most numbers: `matrix_exp` has shorter ways for
+small norms, and gradients of products take care of zeros.
+"""
 _LEAST_BYTES = 64
 """Where a kernel writes to a given place, less than this does not count: numbers become tensors."""
 _TO_OUT = frozenset(("aten._chunk_cat.out",))
@@ -406,6 +410,8 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     # Arguments that the call only reads can share one memory of zeros. If it writes to one of them,
     # what it writes could be a wrong index in another.
     args, kwargs = zeros(program, (call.args, call.kwargs), is_one=not call.mutates)
+    if call.name in _ON_ONES:
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.fill_(1), (args, kwargs))
     outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
