@@ -46,9 +46,9 @@ _PLAIN = frozenset((torch.float32, torch.float64))
 _MOVES = frozenset(("nothing", "copy_", "fill_", "zero_", "zero_, copy_", "aten::cat.out"))
 """Names of kernels (see `Placement`) that convert element by element what has another dtype."""
 _IN_STEPS = (
-    "_linalg_", "_safe_softmax", "_upsample_", "embedding_dense_backward", "gelu_backward", "geqrf", "histogram",
-    "index_reduce", "kthvalue", "ldexp", "linalg_", "median", "mode", "nanmedian", "ormqr", "renorm", "scatter_reduce",
-    "soft_margin_loss_backward", "upsample_",
+    "_chunk_cat", "_linalg_", "_safe_softmax", "_upsample_", "bucketize", "embedding_dense_backward", "gelu_backward",
+    "geqrf", "hist", "index_reduce", "kthvalue", "ldexp", "linalg_", "median", "mode", "nanmedian", "ormqr", "renorm",
+    "scatter_reduce", "searchsorted", "soft_margin_loss_backward", "upsample_",
 )  # fmt: skip
 """How the names of operators begin whose kernels make something in between, whatever they get."""
 _ON_ONES = frozenset(("aten.linalg_matrix_exp.default", "aten.cumprod_backward.default"))
@@ -333,9 +333,12 @@ def _allocates(program: Program, call: Call, at: Placed, device: torch.device) -
     results = [None if slot is None else program.slots[slot] for slot in call.outputs]
     made = {meta.dtype for meta in results if meta is not None}
     if torch.Tag.pointwise in call.target.tags:
-        return len(dtypes) > 1 or not made <= {*dtypes, torch.bool}
+        # Comparisons of whole numbers and choices may be with live numbers of another kind.
+        is_exact = not any(dtype.is_floating_point for dtype in dtypes)
+        is_compared = torch.bool in made and not is_exact
+        return len(dtypes) > 1 or not (is_compared or made <= dtypes - {torch.bool})
     numbers = (dtypes | made) - {torch.int64}  # which are indices mostly
-    is_plain = len(numbers) <= 1 and numbers <= _PLAIN
+    is_plain = len(numbers) <= 1 and numbers <= _PLAIN and made <= {*dtypes, torch.int64}
     return bool(inputs) and (not is_plain or any(layout(meta) != "C" for meta in inputs))
 
 
