@@ -293,6 +293,7 @@ CASES: dict[str, Any] = {
         scale_factor=2,
         mode="bilinear",
     ),
+    "logsumexp": lambda y: y.logsumexp(0),
     "renorm": lambda y: y.renorm(2, 0, 1.0),
     "scattered": lambda y: torch.zeros(512, 64).scatter_reduce(
         0, torch.zeros(512, 64, dtype=torch.int64), y, "mean"

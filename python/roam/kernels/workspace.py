@@ -47,8 +47,8 @@ _MOVES = frozenset(("nothing", "copy_", "fill_", "zero_", "zero_, copy_", "aten:
 """Names of kernels (see `Placement`) that convert element by element what has another dtype."""
 _IN_STEPS = (
     "_chunk_cat", "_linalg_", "_safe_softmax", "_upsample_", "bucketize", "embedding_dense_backward", "gelu_backward",
-    "geqrf", "hist", "index_reduce", "kthvalue", "ldexp", "linalg_", "median", "mode", "nanmedian", "ormqr", "renorm",
-    "scatter_reduce", "searchsorted", "soft_margin_loss_backward", "upsample_",
+    "geqrf", "hist", "index_reduce", "kthvalue", "ldexp", "linalg_", "logsumexp", "median", "mode", "nanmedian",
+    "ormqr", "renorm", "scatter_reduce", "searchsorted", "soft_margin_loss_backward", "upsample_",
 )  # fmt: skip
 """How the names of operators begin whose kernels make something in between, whatever they get."""
 _ON_ONES = frozenset(("aten.linalg_matrix_exp.default", "aten.cumprod_backward.default"))
