@@ -13,7 +13,8 @@ Calls are harvested from the samples that PyTorch tests its own operators with, 
 backward, and from training steps of the zoo. Each call is repeated with its tensors laid out in
 other ways, and once for every argument whose memory a result could take. A kernel is cleared, per
 layouts and dtypes, if all its calls give the ordinary result byte for byte in a view of a poisoned
-pool, touch nothing else, and allocate nothing of the result's size.
+pool, touch nothing else, and allocate no more than the ordinary call does beyond its result. What a
+kernel takes for itself all the same, `roam.kernels.workspace` finds out.
 
 On CUDA, trials of small tensors prove less. How many blocks of a kernel run before others have read
 their part depends on the size and on the device, so only pointwise results may take an argument's

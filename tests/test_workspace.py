@@ -238,6 +238,92 @@ def test_kernels_that_write_where_they_are_told_are_not_run(runs: list[str]) -> 
     assert choice.eager_graph is variant.graph
 
 
+class Masked(torch.nn.Module):
+    """Layers whose results are multiplied with a boolean mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.norm = torch.nn.ModuleList(torch.nn.LayerNorm(64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for linear, norm in zip(self.linear, self.norm, strict=True):
+            x = x + linear(norm(x)) * mask
+        return x
+
+
+def test_a_step_with_boolean_masks_keeps_its_budget() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x, mask).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = roam.compile(step, memory="60%")
+    call = torch.randn(2048, 64), torch.rand(2048, 64) > 0.2
+    compiled(*call)
+    compiled.measured(*call)
+    memory = compiled.memory()
+    assert memory.limit_bytes is not None
+    assert memory.measured_bytes <= memory.limit_bytes
+    assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
+
+
+X = torch.randn(512, 64)
+CASES: dict[str, Any] = {
+    "half": lambda y: y * X.bfloat16(),
+    "integers": lambda y: y / torch.ones(512, 64, dtype=torch.int64),
+    "complex": lambda y: torch.complex(y, y) * X,
+    "abs": lambda y: torch.complex(y, X).abs(),
+    "where": lambda y: torch.where(X > 0, y, X.double()),
+    "sum": lambda y: y.bfloat16().sum(1, dtype=torch.float32),
+    "counts": lambda y: y * torch.ones(512, 64, 4, dtype=torch.int64).sum(2, dtype=y.dtype),
+    "softmax": lambda y: y.bfloat16().softmax(1, dtype=torch.float32),
+    "choices": lambda y: y.masked_fill((X > 0) == 1, 0.0),
+    "compared": lambda y: y * (y > X.double()),
+    "strided product": lambda y: y[::2, ::2] @ y[::2, ::2].T,
+    "strided softmax": lambda y: y[:, ::2].softmax(0),
+    "upsampled": lambda y: torch.nn.functional.interpolate(
+        torch.nn.functional.conv2d(y.view(2, 16, 32, 32), torch.ones(16, 16, 1, 1)),
+        scale_factor=2,
+        mode="bilinear",
+    ),
+    "logsumexp": lambda y: y.logsumexp(0),
+    "renorm": lambda y: y.renorm(2, 0, 1.0),
+    "scattered": lambda y: torch.zeros(512, 64).scatter_reduce(
+        0, torch.zeros(512, 64, dtype=torch.int64), y, "mean"
+    ),
+    "matrix_exp": lambda y: torch.linalg.matrix_exp(y[:64]),
+    "cumprod": lambda y: y.cumprod(1),
+}
+
+
+@pytest.mark.parametrize("pool", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", CASES)
+def test_what_cleared_kernels_take_is_in_the_total(name: str, pool: bool) -> None:
+    """They convert arguments to another dtype, or make something in between."""
+    weight = torch.nn.Parameter(torch.eye(64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = CASES[name](x @ weight).abs().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = roam.compile(step, pool=pool)
+    compiled(X)
+    compiled.measured(X)
+    memory = compiled.memory()
+    assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
+
+
 def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:
     with roam.fake():
         call = images()

@@ -20,7 +20,7 @@ import torch
 
 from roam.disk_cache import build, disk_cache
 
-_FORM = 1
+_FORM = 2
 """To be raised whenever signatures, or how findings come about, change their meaning."""
 _MOST = 20_000
 """The most findings of an entry. If there are more, the oldest are dropped."""

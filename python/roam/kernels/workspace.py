@@ -4,8 +4,8 @@ results in another layout.
 No schema says how much this is. So each kernel is run on zeros of the same shapes, strides and
 dtypes, while the allocations are recorded. The result holds for every equal call in the process. On
 the CPU only kernels that may allocate memory for themselves are run: kernels that cannot write
-where a plan says, and those named by `_allocates`. The others were cleared by tests that record
-allocations too. On CUDA all are run, each at least twice.
+where a plan says, and of the others those that `_allocates` tells. On CUDA all are run, each at
+least twice.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
+from roam.kernels.table import layout
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import ATTENTION, is_region, on_list
 from roam.program.releases import Release, released
@@ -38,9 +39,24 @@ from roam.torch_compat.private import (
 
 _KIND = "workspaces"
 _PRODUCTS = frozenset(
-    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")
+    f"{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")
 )
-_IN_STEPS = frozenset(("aten._safe_softmax.default", "aten.embedding_dense_backward.default"))
+_PLAIN = frozenset((torch.float32, torch.float64))
+"""What all kernels compute in, without a conversion."""
+_MOVES = frozenset(("nothing", "copy_", "fill_", "zero_", "zero_, copy_", "aten::cat.out"))
+"""Names of kernels (see `Placement`) that convert element by element what has another dtype."""
+_IN_STEPS = (
+    "_chunk_cat", "_linalg_", "_safe_softmax", "_upsample_", "bucketize", "embedding_dense_backward", "gelu_backward",
+    "geqrf", "hist", "index_reduce", "kthvalue", "ldexp", "linalg_", "logsumexp", "median", "mode", "nanmedian",
+    "ormqr", "renorm", "scatter_reduce", "searchsorted", "soft_margin_loss_backward", "upsample_",
+)  # fmt: skip
+"""How the names of operators begin whose kernels make something in between, whatever they get."""
+_ON_ONES = frozenset(("aten.linalg_matrix_exp.default", "aten.cumprod_backward.default"))
+"""Operators that go another way for zeros than for most numbers: `matrix_exp` has shorter ways for
+small norms, and gradients of products take care of zeros.
+"""
+_LEAST_BYTES = 64
+"""Where a kernel writes to a given place, less than this does not count: numbers become tensors."""
 _TO_OUT = frozenset(("aten._chunk_cat.out",))
 """Operators that make something in between and write the result to their argument `out`: they first
 copy what cannot be cut evenly.
@@ -90,10 +106,10 @@ def workspaces(
     Raises:
         NoRoom: a kernel has to be tried for which there is no room.
     """
-    signatures = {
-        index: signature_of(program, call)
+    signatures: dict[int, object] = {
+        index: (signature_of(program, call), _is_written(at))
         for index, call in enumerate(program.calls)
-        if ((at := placed[index]) is None or at.by_rows or _allocates(program, call, device))
+        if ((at := placed[index]) is None or at.by_rows or _allocates(program, call, at, device))
         and _is_tried(program, index, device)
     }
     with _one_at_a_time:
@@ -287,20 +303,53 @@ def _trial_bytes(program: Program, index: int) -> int:
     return max(sizes, default=0) + sum(program.storages[number].size_bytes for number in made)
 
 
-def _allocates(program: Program, call: Call, device: torch.device) -> bool:
-    """Whether a kernel that writes where a plan says may have memory of its own all the same: it
-    makes something in between, or puts its arguments into another order first, which depends on the
-    CPU. On CUDA, what a library takes depends on shapes that no test had.
+def _is_written(at: Placed | None) -> bool:
+    """Whether a call's kernel writes its results where a plan says."""
+    return at is not None and not at.by_rows
+
+
+def _allocates(program: Program, call: Call, at: Placed, device: torch.device) -> bool:
+    """Whether a kernel that writes where a plan says may have memory of its own all the same.
+
+    The tests that cleared it refused only what allocates more than the ordinary call does, besides
+    the result. Kernels convert arguments to the dtype that they compute in, and put arguments into
+    an order that they can go through, or that a library takes. On CUDA, what a library takes
+    depends on shapes that no test had.
     """
-    if call.name in _IN_STEPS or device.type == "cuda":
+    name = call.name.partition(".")[2]
+    if device.type == "cuda" or name.startswith(_IN_STEPS):
         return True
-    if call.name not in _PRODUCTS:
-        return False
-    metas = [program.slots[slot] for slot in call.refs()]
-    small = [torch.bfloat16, torch.float16]
-    if float32_precisions("mkldnn")[0] not in ("none", "ieee"):
-        small.append(torch.float32)  # it is computed in one of these
-    return any(meta is not None and meta.dtype in small for meta in metas)
+    if at.placement.name in _MOVES or at.workspace_bytes:
+        return False  # it takes nothing, or it is known what
+    inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
+    dtypes = {meta.dtype for meta in inputs}
+    if name in _PRODUCTS:
+        small_float32 = float32_precisions("mkldnn")[0] not in ("none", "ieee")
+        return (
+            not dtypes <= _PLAIN
+            or (torch.float32 in dtypes and small_float32)  # it is computed in one that is smaller
+            or not all(_is_matrix(meta) for meta in inputs)
+        )
+    results = [None if slot is None else program.slots[slot] for slot in call.outputs]
+    made = {meta.dtype for meta in results if meta is not None}
+    if torch.Tag.pointwise in call.target.tags:
+        # Comparisons of whole numbers and choices may be with live numbers of another kind.
+        is_exact = not any(dtype.is_floating_point for dtype in dtypes)
+        is_compared = torch.bool in made and not is_exact
+        return len(dtypes) > 1 or not (is_compared or made <= dtypes - {torch.bool})
+    numbers = (dtypes | made) - {torch.int64}  # which are indices mostly
+    is_plain = len(numbers) <= 1 and numbers <= _PLAIN and made <= {*dtypes, torch.int64}
+    return bool(inputs) and (not is_plain or any(layout(meta) != "C" for meta in inputs))
+
+
+def _is_matrix(meta: TensorMeta) -> bool:
+    """Whether libraries for matrix products take a tensor as it is: rows or columns lie one after
+    the other, each without gaps.
+    """
+    if len(meta.shape) < 2:
+        return True
+    (rows, columns), (row, column) = meta.shape[-2:], meta.stride[-2:]
+    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
 
 
 def _made(program: Program, index: int) -> list[int]:
@@ -360,10 +409,12 @@ def _learn(
 def _taken(program: Program, index: int, at: Placed | None, device: torch.device) -> int:
     """Bytes that a call takes at most beyond its results, by the kernel that runs it."""
     call = program.calls[index]
-    slots = [] if at is None or at.by_rows else _made(program, index)
+    slots = _made(program, index) if _is_written(at) else []
     # Arguments that the call only reads can share one memory of zeros. If it writes to one of them,
     # what it writes could be a wrong index in another.
     args, kwargs = zeros(program, (call.args, call.kwargs), is_one=not call.mutates)
+    if call.name in _ON_ONES:
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.fill_(1), (args, kwargs))
     outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
@@ -380,7 +431,8 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=call.random):
         taken, kept = peak(run)
         # What the kernel keeps allocated it made for the first call alone.
-        return peak(run)[0] if kept else taken
+        taken = peak(run)[0] if kept else taken
+    return 0 if device.type == "cpu" and _is_written(at) and taken < _LEAST_BYTES else taken
 
 
 def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
