@@ -228,7 +228,8 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
     [
         (count, 1), (warm_up, 1), (count_in_a_class, 1), (sum_of_losses, 1), (count_in_groups, 1), (set_to_the_size, 1),
         (moving_average, 2),  # there is none at first
-        (every_third, 3),  # gradients are there or not, and updated or not
+        # Gradients are there or not, updated or not, and the optimizer has state or not.
+        (every_third, 4),
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
         (compared_with_none, 1), (looks_at_the_type, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),

@@ -841,7 +841,7 @@ _TIMM = [
     for name in timm.optim.list_optimizers()
     if not name.startswith(("bnb", "fused")) and name != "adahessian"
 ]
-_TIMM_REFUSED = dict.fromkeys(("kron", "kronc", "kronw"), r"value of \.item\(\)")
+_TIMM_REFUSED = dict.fromkeys(("kron", "kronc", "kronw"), r"number from \.item\(\)")
 
 
 class Images(torch.nn.Module):

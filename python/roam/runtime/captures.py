@@ -120,8 +120,7 @@ class Captures(Sequence[Captured[R]]):
         """Whether, with this capture, just so many have been made for the same reason that a
         warning is due.
         """
-        place = _place_of(captured.reason)
-        return sum(_place_of(other.reason) == place for other in self) == MANY
+        return sum(other.reason == captured.reason for other in self) == MANY
 
     def advice(self) -> str:
         """What the user can do about many captures, judged by what differs between them."""
@@ -152,11 +151,6 @@ class Captures(Sequence[Captured[R]]):
             if alike[0] is not captured:
                 alike.remove(captured)
                 alike.insert(0, captured)
-
-
-def _place_of(reason: str) -> str:
-    """What of a reason is equal if the same thing has yet another value."""
-    return reason.partition(" changed from ")[0]
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
