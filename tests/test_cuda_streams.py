@@ -148,7 +148,7 @@ def test_streams_are_refused_where_there_are_none() -> None:
     with pytest.raises(roam.ExecutionError, match="several streams need CUDA") as caught:
         roam.compile(training.step, streams=2)(*training.objects, *batch)
     assert caught.value.code == "streams"
-    with pytest.raises(ValueError, match="needs the pool"):
+    with pytest.raises(ValueError, match="supports neither pool=False"):
         roam.compile(training.step, streams=2, pool=False)
 
 
