@@ -408,7 +408,7 @@ class TestRefusals:
             *MASKS[0],
         )
         assert error.code == code
-        assert "; turn off the option by which chance decides what runs" in str(error)
+        assert "turn off the option by which chance decides what runs" in str(error)
 
     def test_of_a_number_made_of_a_loss_say_nothing_of_chance(self) -> None:
         def body(model, x, mask):

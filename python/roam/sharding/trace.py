@@ -388,7 +388,7 @@ class _Tracer(TorchDispatchMode):
         }
         if is_of_samples:
             self._late.update(map(id, made))
-            if func._schema.is_mutable and id(given[0]) not in is_of_samples:
+            if schema_of(func).is_mutable and id(given[0]) not in is_of_samples:
                 self._late_change = str(func)
 
     def trace(self) -> Trace:
