@@ -526,13 +526,14 @@ def test_a_step_without_a_backward_pass() -> None:
     assert raised.value.code == "no_backward"
 
 
-def test_an_optimizer_that_is_no_argument() -> None:
+@pytest.mark.parametrize("closure", [{}, {"closure": None}])
+def test_an_optimizer_that_is_no_argument(closure: dict[str, None]) -> None:
     net, optimizer, x = small()
 
     def step(net: nn.Module, _: Any, x: torch.Tensor) -> Any:
         loss = net(x).square().mean()
         loss.backward()
-        optimizer.step()
+        optimizer.step(**closure)
         return loss
 
     with pytest.raises(CaptureError) as raised:
@@ -556,8 +557,7 @@ def test_no_replicas_where_state_depends_on_the_whole_batch(is_late: bool) -> No
                 net.center.mul_(0.5).add_(features.mean(0), alpha=0.5)
         loss.backward()
         if is_late:
-            with torch.no_grad():
-                net.center.mul_(0.5).add_(features.mean(0), alpha=0.5)
+            torch.mean(features.detach(), 0, out=net.center)
         optimizer.step()
         return loss.detach()
 

@@ -1398,6 +1398,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "to_device": _ddp(_moves),
     "mark_begun": _ddp(_marks_begun),
+    "is_ddp": _ddp(lambda ddp: private.is_ddp(ddp) and not private.is_ddp(ddp.module)),
     "version_kept": lambda: _keeps_version(torch.ones(2)),
     "remade_attributes": _ddp(lambda ddp: private.remade_attributes(ddp) <= vars(ddp).keys()),
     "store_of": _in_group(_keeps),

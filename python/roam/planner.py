@@ -56,9 +56,8 @@ def optimize(
         speed: with several streams, how many times as fast as one stream the plan must be, by the
             cost model (docs/reference/formats.md). Of the plans that are so fast, and whose
             total is at most the laid-out total of program order, the one with the smallest total
-            is returned.
-            If None, a plan is fast enough if it is at most five percent slower than the fastest
-            such plan.
+            is returned. If None, a plan is fast enough if it is at most five percent slower than
+            the fastest such plan.
         stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``,
             the model of the published work, for comparison: its plans cannot be run.
         enough_bytes: the search ends once the total of a plan is no larger than this, in bytes with

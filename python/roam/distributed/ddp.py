@@ -19,6 +19,7 @@ from roam.torch_compat.private import (
     broadcast_buckets,
     ddp_parameters,
     disable_current_modes,
+    is_ddp,
     is_joined,
     mark_begun,
     rebuild_buckets,
@@ -47,13 +48,6 @@ _PLAIN: dict[str, Any] = {
 """The values that attributes of a `DistributedDataParallel` must have, so that its reducer does
 what is described above.
 """
-
-
-def is_ddp(module: object) -> bool:
-    """Whether a module is a `DistributedDataParallel`."""
-    return torch.distributed.is_available() and isinstance(
-        module, torch.nn.parallel.DistributedDataParallel
-    )
 
 
 def is_before_first_step(module: object) -> bool:

@@ -141,9 +141,8 @@ class Call:
             return f"c10d.{self.target.__name__}"
         if isinstance(self.target, (Store, Load)):
             return f"roam.{type(self.target).__name__.lower()}"
-        module = str(
-            getattr(self.target, "__module__", "")
-        )  # methods of built-in classes have none
+        # Methods of built-in classes have no module.
+        module = str(getattr(self.target, "__module__", ""))
         is_own = self.is_check or self.target in (assign_data, generator_state)
         package = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{package}.{self.target.__name__}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections import OrderedDict
@@ -172,23 +171,6 @@ def compile(
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
-    )
-
-
-def _loaded(
-    function: Callable[..., Any],
-    on_change: OnChange,
-    keep_grads: bool,
-    options: Options,
-    max_plans: int,
-) -> Step:
-    """A compiled step from a file: it has the options of the one that was saved, and no plans."""
-    return Step(
-        function,
-        on_change=on_change,
-        keep_grads=keep_grads,
-        options=options,
-        max_plans=max_plans,
     )
 
 
@@ -438,21 +420,19 @@ class Step:
 
     def anew(self, train_step: Callable[..., Any] | None = None) -> Step:
         """A compiled step with the same options and no plans yet, of this function or another."""
-        function = train_step or self._train_step
-        return Step(
-            function,
+        make, (function,) = self.__reduce__()
+        return make(train_step or function)
+
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[Callable[..., Any]]]:
+        """Copies and files have the function and the options, and no plans."""
+        make = partial(
+            Step,
             on_change=self._on_change,
             keep_grads=self._keep_grads,
             options=self._options,
             max_plans=self._captures.most,
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        return self.anew(copy.deepcopy(self._train_step, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        function, most = self._train_step, self._captures.most
-        return _loaded, (function, self._on_change, self._keep_grads, self._options, most)
+        return make, (self._train_step,)
 
     def show(self, seen: Seen) -> None:
         """Gives captures the outcomes of branches that another step's run has shown, for as long as

@@ -605,9 +605,8 @@ class _Chooser:
                     f"end; then {error}."
                 )
             raise PlanError(
-                f"{self._variant.name}: memory= allows {limit_bytes + best.checks_bytes} bytes, of "
-                f"which the checks of a plan's first run take {best.checks_bytes}. For the rest, "
-                f"{fault} Without recomputation it takes {best.total_bytes} bytes, of which "
+                f"{self._variant.name}: of what memory= allows, the checks of a plan's first run take "
+                f"{best.checks_bytes} bytes. For the rest, {fault} Without recomputation it takes {best.total_bytes} bytes, of which "
                 f"{best.plan.persistent_bytes} exist before and after the step. Pass memory= of at "
                 f"least what is needed plus the bytes of the checks, or take a smaller batch"
                 f"{self._or(lowering)}",

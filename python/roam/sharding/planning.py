@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -49,6 +48,7 @@ from roam.sharding.twin import (
     state_bytes_of,
     twin_of,
 )
+from roam.torch_compat.patches import REAL_OPTIMIZER, replaced
 
 WORK = 20_000_000
 """How many entries of cost matrices a search looks at, if the caller does not say."""
@@ -388,12 +388,13 @@ class Planning:
         count = division.data
         batch = part_of(self._batch, count, 0)
         twin, used = twin_of(self._model, self._optimizer, batch), []
-        with mock.patch.object(self._optimizer, "step", lambda *_: used.append(True)):
+        own = self._optimizer, "step", lambda *_, **__: used.append(True)
+        with replaced([own], of=REAL_OPTIMIZER):
             trace = traced(self._train_step, twin)
         if used:
             raise CaptureError(
-                "the step calls the optimizer itself, not the one that it is given; take model and "
-                "optimizer from the arguments of the step, since each rank has others",
+                "the step updates by an optimizer that is not its argument; take model and optimizer "
+                "from the arguments of the step, since each rank has others",
                 code="optimizer",
             )
         if count > 1 and not self._is_told:

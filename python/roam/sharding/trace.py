@@ -14,6 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from roam.capture.tracing.fake_cache import tensors_in
+from roam.capture.tracing.kernel_facts import written_by
 from roam.errors import CaptureError
 from roam.sharding.twin import Twin
 from roam.state.discovery import reach_of
@@ -346,7 +348,7 @@ class _Tracer(TorchDispatchMode):
             # Kept, so that no storage's address is given out twice.
             self._tensors += made
             if graph_task() == -1:
-                self._note_late(func, given, made)
+                self._note_late(func, given, made, written_by(func, args, kwargs))
             return result
         number = len(self._operators)
         inputs = tuple(self._value(tensor) for tensor in given)
@@ -378,7 +380,9 @@ class _Tracer(TorchDispatchMode):
         )
         return result
 
-    def _note_late(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _note_late(
+        self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor], written: list[Any]
+    ) -> None:
         """An operator of the step's own code runs after the backward pass."""
         is_of_samples = {
             id(tensor)
@@ -388,7 +392,7 @@ class _Tracer(TorchDispatchMode):
         }
         if is_of_samples:
             self._late.update(map(id, made))
-            if schema_of(func).is_mutable and id(given[0]) not in is_of_samples:
+            if not is_of_samples.issuperset(map(id, tensors_in(written))):
                 self._late_change = str(func)
 
     def trace(self) -> Trace:

@@ -308,9 +308,6 @@ def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return found
 
 
-__all__ = ["Opened", "Parts", "Taken", "Taker", "live_floats", "parts_of"]
-
-
 def argument_path(path: tuple[Any, ...]) -> str:
     """What messages call a part of a call's arguments, as in ``args[0]['mask']``.
 
@@ -321,3 +318,6 @@ def argument_path(path: tuple[Any, ...]) -> str:
     if is_keyword:
         return f"{rest[0].key}{pytree.keystr(rest[1:])}"
     return f"args{pytree.keystr(rest)}"
+
+
+__all__ = ["Opened", "Parts", "Taken", "Taker", "argument_path", "live_floats", "parts_of"]

@@ -76,7 +76,7 @@ from roam.state.namespaces import (
     slots_of,
 )
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
-from roam.state.optimizer_spaces import OptimizerSpace, ScalerSpace
+from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space
 from roam.torch_compat.private import (
@@ -89,8 +89,6 @@ from roam.torch_compat.private import (
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__", "extra_repr"})
-_SCHEDULED: Final = frozenset({"last_epoch", "_step_count", "_last_lr", "step"})
-"""Attributes of schedulers of which a trace gives the step something else."""
 _SCHEDULERS: Final = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.optim.lr_scheduler.ReduceLROnPlateau,
@@ -709,7 +707,7 @@ class _Walk:
             read = attributes.keys() if key is not None and self.reads.is_narrow else ()
         else:
             read = names & attributes.keys()
-        guarded = sorted(set(read) - _SCHEDULED - {"optimizer"})
+        guarded = sorted(set(read) - {*SCHEDULER_COUNTERS, "step", "optimizer"})
         self._fill(
             AttributesSpace(attributes, guarded, path, label=_child(path)), guarded=True, owner=key
         )

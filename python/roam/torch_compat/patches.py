@@ -184,6 +184,8 @@ PATCHES: Final = (
       for name in ("SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader")),
     Patch("zipimport.zipimporter", ("exec_module",), "modules are executed outside of a trace",
           "a module that is first imported in a step keeps fake tensors"),
+    Patch("<the optimizer that `roam.parallelize` is given>", ("step",), "a step has to update by its argument",
+          "the certified memory lacks the optimizer's state"),
     Patch("<classes of the user's objects>", ("__getattribute__", "__setattr__", "__delattr__"),
           "notes which attributes a step reads", "all attributes are guarded and faked, or refused"),
 )  # fmt: skip
@@ -191,6 +193,7 @@ PATCHES: Final = (
 
 USERS_GLOBALS: Final = "<globals of the user's functions>"
 SCHEDULERS: Final = "<schedulers of the step>"
+REAL_OPTIMIZER: Final = "<the optimizer that `roam.parallelize` is given>"
 USERS_CLASSES: Final = "<classes of the user's objects>"
 
 _identity = id  # during a trace the name means another function
@@ -223,8 +226,8 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
 
     Args:
         replacements: what to put where, one after the other.
-        of: `SCHEDULERS` for objects that depend on the step; else holders are looked up in
-            `PATCHES`.
+        of: `SCHEDULERS` or `REAL_OPTIMIZER` for objects that depend on the step; else holders are
+            looked up in `PATCHES`.
 
     Raises:
         Unlisted: a replacement that `PATCHES` does not have.

@@ -939,14 +939,18 @@ def version_kept(tensor: torch.Tensor) -> Any:
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
 
 
+def is_ddp(module: object) -> bool:
+    """Whether a module is a `DistributedDataParallel`."""
+    return torch.distributed.is_available() and isinstance(
+        module, torch.nn.parallel.DistributedDataParallel
+    )
+
+
 def remade_attributes(module: object) -> frozenset[str]:
     """The attributes that a `DistributedDataParallel` makes anew in each forward pass, from the
     buffers of its module; none of another module.
     """
-    is_ddp = torch.distributed.is_available() and isinstance(
-        module, torch.nn.parallel.DistributedDataParallel
-    )
-    return frozenset({"modules_buffers", "named_module_buffers"} if is_ddp else ())
+    return frozenset({"modules_buffers", "named_module_buffers"} if is_ddp(module) else ())
 
 
 def broadcast_buckets(buffers: list[torch.Tensor], size_bytes: int) -> list[list[torch.Tensor]]:
@@ -1440,6 +1444,7 @@ __all__ = [
     "innermost_backend",
     "is_any_autocast_enabled",
     "is_compiled",
+    "is_ddp",
     "is_dtensor",
     "is_forgotten",
     "is_graph_break",

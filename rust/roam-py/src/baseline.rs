@@ -23,8 +23,8 @@ use roam_core::stages::{Needs, Prepared};
 ///         for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``; or one of
 ///         PyTorch's Inductor: ``inductor_lpmf``, ``inductor_bfs`` or ``inductor_dfs``.
 ///     layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (blocks by falling size, size times lifetime, or lifetime,
-///         or as they are made; each at the lowest free offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree;
-///         ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
+///         or as they are made; each at the lowest free offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by
+///         weighted times) or ``tree`` (the published subgraph tree; ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
 ///         ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
 ///         allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors (in
 ///         program order and without reuse, this is what eager PyTorch reserves), and ``outside_bytes`` is 0. See docs/reference/baselines.md.

@@ -49,11 +49,12 @@ _NESTED = (
     "it makes a nested tensor, which has no sizes that a plan could hold for; use padded tensors, "
     "and pass enable_nested_tensor=False to nn.TransformerEncoder"
 )
-# Kernels that give a tensor another storage or size under the same name, or that make nested ones.
 _QUANTIZED = (
     "it makes a quantized tensor, which plans do not support; use "
     "torch.fake_quantize_per_tensor_affine, or integers with a scale"
 )
+# Kernels that give a tensor another storage or size under the same name, or that make nested or
+# quantized ones.
 REFUSED = {
     "aten::_nested_from_padded": _NESTED,
     "aten::_nested_tensor_from_mask": _NESTED,
@@ -136,6 +137,18 @@ class KernelFacts:
             sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
             are_declared=are_declared,
         )
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a kernel changes in one call."""
+    written = [
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name in facts_of(func).written
+    ]
+    hidden = HIDDEN_MUTATION.get(func)
+    if hidden is not None and (hidden[1] is None or args[hidden[1]]):
+        written.extend(args[position] for position in hidden[0])
+    return written
 
 
 _known: dict[int, KernelFacts] = {}

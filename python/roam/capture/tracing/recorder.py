@@ -23,10 +23,10 @@ from roam.capture.tracing.fake_cache import PLAIN, FakeKernels, tensors_in
 from roam.capture.tracing.kernel_facts import (
     ANSWERS,
     HIDDEN_ALIAS,
-    HIDDEN_MUTATION,
     REFUSED,
     KernelFacts,
     facts_of,
+    written_by,
 )
 from roam.capture.tracing.meta_corrections import (
     bytes_at_least,
@@ -461,15 +461,8 @@ class Recorder(Values, TorchDispatchMode):
             )  # fmt: skip
 
     def _mutated(self, func: Any, args: Any, kwargs: Any, call: Call) -> tuple[int, ...]:
-        changed: list[Any] = []
-        for position, name in facts_of(func).written:
-            changed.append(args[position] if position < len(args) else kwargs.get(name))
-        hidden = HIDDEN_MUTATION.get(func)
-        if hidden is not None and (hidden[1] is None or args[hidden[1]]):
-            changed.extend(args[position] for position in hidden[0])
-        slots = tuple(
-            dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed))
-        )
+        changed = tensors_in(written_by(func, args, kwargs))
+        slots = tuple(dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in changed))
         if not self._twins:
             return slots
         known = {self.program.storage_of(twin._roam_slot[1]) for _, twin, _ in self._twins.values()}

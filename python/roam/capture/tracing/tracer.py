@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,11 +37,15 @@ from roam.capture.tracing.imports import imports_leave
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch, stand_ins
 from roam.capture.tracing.scalar_guards import may_be_asked
-from roam.capture.tracing.source_location import Frames, is_torch_file, shown_path
+from roam.capture.tracing.source_location import (
+    Frames,
+    is_torch_file,
+    is_user_code,
+    shown_path,
+)
 from roam.distributed.ddp import is_ddp
 from roam.errors import UNKNOWN_LINE, CaptureError
 from roam.interrupts import interrupts_allowed
-from roam.own_code import is_own_file
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
@@ -49,6 +54,7 @@ from roam.state.equality import MISSING, is_plain, same, show
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LiveFloat, LiveInt, as_live, number_stand_ins
 from roam.state.made_objects import opened
+from roam.state.optimizer_spaces import SCHEDULER_COUNTERS
 from roam.state.references import (
     ArgumentReference,
     AttributeReference,
@@ -377,20 +383,24 @@ def _run(
 
 def _is_raised_by_user(error: BaseException) -> bool:
     """Whether a statement of the user's own code, a `raise` or an `assert`, has raised this."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
+    innermost = _innermost(error)
     if innermost is None or is_library(innermost.tb_frame.f_globals.get("__name__")):
         return False
     operation = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     return dis.opname[operation] == "RAISE_VARARGS"
 
 
-def _is_about_live_number(error: Exception) -> bool:
-    """Whether an exception names a live number's class, or comes from code that was given one."""
+def _innermost(error: BaseException) -> TracebackType | None:
+    """Where an exception was raised."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
+    return innermost
+
+
+def _is_about_live_number(error: Exception) -> bool:
+    """Whether an exception names a live number's class, or comes from code that was given one."""
+    innermost = _innermost(error)
     held = [] if innermost is None else list(innermost.tb_frame.f_locals.values())
     return any(kind.__name__ in str(error) for kind in (LiveFloat, LiveInt)) or any(
         isinstance(value, (LiveFloat, LiveInt)) for value in held
@@ -400,14 +410,8 @@ def _is_about_live_number(error: Exception) -> bool:
 def user_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of an exception that is the user's own code."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-        if not (
-            file.startswith("<")
-            or is_torch_file(file)
-            or is_own_file(file)
-            or module.partition(".")[0] in sys.stdlib_module_names
-        ):
-            return f"{shown_path(file)}:{line}"
+        if is_user_code(frame.f_code):
+            return f"{shown_path(frame.f_code.co_filename)}:{line}"
     return UNKNOWN_LINE
 
 
@@ -760,7 +764,7 @@ def _scheduler(
 
     held: dict[str, Any] = {}
     unknown = recorder.unknown(f"{path}'s own counters")
-    names = [name for name in ("last_epoch", "_step_count", "_last_lr") if name in vars(scheduler)]
+    names = [name for name in SCHEDULER_COUNTERS if name in vars(scheduler)]
     replacements = [(scheduler, "step", step), (scheduler, "get_last_lr", last_rates)]
     with replaced([*replacements, *((scheduler, name, unknown) for name in names)], of=SCHEDULERS):
         held |= object.__getattribute__(scheduler, "__dict__")
@@ -777,14 +781,15 @@ def _scheduler(
 
 
 def _kept_by_step(scheduler: Any) -> frozenset[str]:
-    """The attributes that a scheduler's `step()` leaves as they are, as far as that is known: of
-    PyTorch's own what their constructors are given. The others are replaced for the trace.
+    """The attributes of a scheduler that the step may read after its `step()`: the counters and
+    methods, of which a trace gives the step something else, its optimizer, and what the
+    constructors of PyTorch's own schedulers are given, which `step()` leaves as it is.
     """
-    replaced_ones = frozenset({"step", "get_last_lr", "last_epoch", "_step_count", "_last_lr"})
+    kept = {*SCHEDULER_COUNTERS, "step", "get_last_lr", "optimizer"}
     kind = type(scheduler)
-    if kind.__module__ != torch.optim.lr_scheduler.__name__:
-        return replaced_ones | {"optimizer"}
-    return replaced_ones | {"base_lrs", *inspect.signature(kind.__init__).parameters}
+    if kind.__module__ == torch.optim.lr_scheduler.__name__:
+        kept |= {"base_lrs", *inspect.signature(kind.__init__).parameters}
+    return frozenset(kept)
 
 
 def _may_change(scheduler: Any, reference: RateReference) -> bool:
