@@ -135,6 +135,12 @@ def test_options_of_another_kind_are_refused(options: dict[str, Any]) -> None:
         roam.compile(lambda: None, **options)
 
 
+def test_options_may_be_numbers_of_numpys() -> None:
+    step = roam.compile(Trainer().train, max_plans=np.int64(2), time_limit_s=np.float32(60))
+    step(torch.ones(3, 4))
+    assert step.kept().most == 2
+
+
 @pytest.mark.parametrize("scatter", [
     lambda h: torch.diagonal_scatter(h, h.sum(1)),
     lambda h: torch.diagonal_scatter(h.t(), h.sum(1)),

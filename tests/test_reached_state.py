@@ -732,6 +732,16 @@ class WithAnchors(torch.optim.SGD):
         super().step(closure)
 
 
+def losses_with_a_change(train: Callable[[Any], float], change: Callable[[], None]) -> list[float]:
+    """Those of eight batches, with a change before the fifth."""
+    found = []
+    for index in range(8):
+        if index == 4:
+            change()
+        found.append(train(torch.randn(3, 4)))
+    return found
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_state_that_appears_is_noticed(momentum: float) -> None:
     def trained(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
@@ -746,13 +756,11 @@ def test_state_that_appears_is_noticed(momentum: float) -> None:
             optimizer.step()
             return loss.item()
 
+        def change() -> None:
+            optimizer.state[net.bias]["anchor"] = torch.ones(2)
+
         train = wrap(step)
-        found = []
-        for index in range(8):
-            if index == 4:
-                optimizer.state[net.bias]["anchor"] = torch.ones(2)
-            found.append(train(torch.randn(3, 4)))
-        return found, train
+        return losses_with_a_change(train, change), train
 
     seen, _ = trained(lambda step: step)
     found, train = trained(roam.compile)
@@ -773,13 +781,10 @@ def test_how_many_entries_there_are_is_noticed() -> None:
             optimizer.step()
             return loss.item()
 
-        train = wrap(step)
-        found = []
-        for index in range(6):
-            if index == 3:
-                optimizer.state[other.weight]["note"] = torch.ones(2)
-            found.append(train(torch.randn(3, 4)))
-        return found
+        def change() -> None:
+            optimizer.state[other.weight]["note"] = torch.ones(2)
+
+        return losses_with_a_change(wrap(step), change)
 
     assert trained(roam.compile) == trained(lambda step: step)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from html import escape
+from numbers import Integral, Real
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -134,20 +135,18 @@ def compile(
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
-    if type(streams) is not int or streams < 1:
+    if not _is_at_least(1, streams, Integral):
         raise ValueError(f"streams must be an integer of at least 1, not {streams!r}")
     if type(pool) not in (bool, type(None)):
         raise ValueError(f"pool must be True, False or None, not {pool!r}")
-    if time_limit_s is not None and (
-        type(time_limit_s) not in (int, float) or not time_limit_s >= 0
-    ):
+    if time_limit_s is not None and not _is_at_least(0, time_limit_s, Real):
         raise ValueError(f"time_limit_s must be seconds, 0 or more, not {time_limit_s!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError(
             "a plan for several streams supports neither pool=False nor poison=True; leave them "
             "out, or streams="
         )
-    if type(max_plans) is not int or max_plans < 1:
+    if not _is_at_least(1, max_plans, Integral):
         raise ValueError(f"max_plans must be an integer of at least 1, not {max_plans!r}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
@@ -172,6 +171,11 @@ def compile(
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
     )
+
+
+def _is_at_least(least: int, value: Any, kind: type[Any]) -> bool:
+    """Whether a value is a number of a kind, also one of NumPy's, and no less."""
+    return isinstance(value, kind) and bool(value >= least)
 
 
 def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:

@@ -71,8 +71,8 @@ class Pool:
         if self._holder == threading.get_ident():
             raise ExecutionError(
                 "a compiled step is called while another one runs in the same thread (by a signal "
-                "handler, or by an operator's kernel), and both need the pool; nothing has been "
-                "changed. Call it when the other has ended, or pass pool=False to roam.compile",
+                "handler, or by an operator's kernel), and both need the pool; this call has "
+                "changed nothing. Call it when the other has ended, or pass pool=False to roam.compile",
                 code="pool_in_use",
             )
         with self._kept():
