@@ -574,11 +574,11 @@ class Plan:
         streams can beat; None for one stream.
         """
     def times_ns(self, graph: Graph) -> tuple[_Numbers, _Numbers]:
-        """Start and end of each operator, in nanoseconds from the start of the step, by the model
-        of time. Shape [num_operators] each, read-only.
+        """Start and end of each operator, in nanoseconds from the start of the step, by the cost
+        model. Shape [num_operators] each, read-only; [number of runs] if operators run again.
 
         Args:
-            graph: the graph of the plan's operators, see `expanded`.
+            graph: the graph that the plan was made for.
 
         Raises:
             PlanError: the plan is invalid.

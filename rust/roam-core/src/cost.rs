@@ -40,8 +40,9 @@ fn run_ns(graph: &Graph, id: OperatorId, left_alone: &[TensorId]) -> u64 {
     if operator.time_ns > 0 {
         return operator.time_ns;
     }
+    let left_alone: BTreeSet<_> = left_alone.iter().collect();
     // A tensor that is mutated may be listed as read or not; it counts the same.
-    let mutated: BTreeSet<_> = operator.mutates.iter().filter(|tensor| !left_alone.contains(tensor)).collect();
+    let mutated: BTreeSet<_> = operator.mutates.iter().filter(|tensor| !left_alone.contains(*tensor)).collect();
     let read = operator.reads.iter().filter(|tensor| !mutated.contains(tensor) && !left_alone.contains(tensor));
     let touched = read.chain(&operator.creates).chain(mutated.iter().copied()).chain(mutated.iter().copied());
     let bytes: u128 = touched.map(|tensor| u128::from(graph.tensor(*tensor).size_bytes)).sum();

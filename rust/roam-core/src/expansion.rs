@@ -6,6 +6,7 @@
 //! of recomputation.
 
 use crate::graph::{Graph, GraphBuilder, GraphError, Operator, OperatorId, Residency, ReusePair, Site, TensorId};
+use std::collections::BTreeSet;
 use std::iter;
 use thiserror::Error;
 
@@ -223,7 +224,7 @@ impl<'a> Walk<'a> {
             }
         }
         let place = OperatorId(self.operators.len() as u32);
-        self.wait(id, place)?;
+        self.wait(id, place, is_left_out)?;
         // Every one of these tensors has been found to have an instance.
         let instances = |tensors: &[TensorId]| -> Vec<TensorId> {
             tensors.iter().filter(|tensor| !is_left_out(tensor)).filter_map(|t| self.latest[t.index()]).collect()
@@ -295,24 +296,31 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Adds the control edges of a run.
-    fn wait(&mut self, id: OperatorId, place: OperatorId) -> Result<(), SequenceError> {
+    /// Adds the control edges of a run that does not touch what is left out.
+    fn wait(
+        &mut self,
+        id: OperatorId,
+        place: OperatorId,
+        is_left_out: impl Fn(&TensorId) -> bool,
+    ) -> Result<(), SequenceError> {
+        if self.waits_for[id.index()].is_empty() {
+            return Ok(());
+        }
         let graph = self.graph;
+        let used: BTreeSet<TensorId> = touched(graph.operator(id)).filter(|tensor| !is_left_out(tensor)).collect();
         for &before in &self.waits_for[id.index()] {
             let Some(run) = self.latest_run[before.index()] else {
                 return Err(SequenceError::TooEarly { site: site(graph, id), before: site(graph, before) });
             };
             let view = graph.operator(before);
             if view.creates.is_empty() && view.mutates.is_empty() {
-                // An operator that makes a view has no first-only tensors to leave out.
-                let viewed = iter::zip(&view.reads, &self.operators[run.index()].reads);
-                for (tensor, &instance) in viewed {
-                    let is_used = touched(graph.operator(id)).any(|used| used == *tensor);
-                    if is_used && self.latest[tensor.index()] != Some(instance) {
+                for &instance in &self.operators[run.index()].reads {
+                    let tensor = self.tensor_of[instance.index()];
+                    if used.contains(&tensor) && self.latest[tensor.index()] != Some(instance) {
                         return Err(SequenceError::OtherView {
                             site: site(graph, id),
                             view: site(graph, before),
-                            tensor: graph.tensor(*tensor).name.clone(),
+                            tensor: graph.tensor(tensor).name.clone(),
                         });
                     }
                 }
@@ -414,6 +422,32 @@ mod tests {
         builder.operator(user).unwrap();
         let expanded = expand(&builder.build().unwrap(), &ids(&[0, 0, 1])).unwrap();
         assert_eq!(expanded.graph.users(TensorId(0)), ids(&[0]));
+    }
+
+    /// `norm` reads the state of its generator, which `v` views, in its first run alone.
+    #[test]
+    fn a_view_of_a_first_only_tensor_may_be_of_another_instance() {
+        let mut builder = GraphBuilder::new("norm", "cpu", 64);
+        for name in ["state", "x"] {
+            let (residency, kind) = (Residency::StepLocal, Kind::Temporary);
+            builder.tensor(Tensor { name: name.into(), size_bytes: 64, kind, residency, alignment_bytes: 0 }).unwrap();
+        }
+        let lists: [[&[TensorId]; 3]; 4] = [
+            [&[], &[TensorId(0)], &[]],
+            [&[TensorId(0)], &[], &[]],
+            [&[TensorId(0)], &[TensorId(1)], &[TensorId(0)]],
+            [&[TensorId(1)], &[], &[]],
+        ];
+        for (at, [reads, creates, first_only]) in
+            lists.map(|lists| lists.map(<[TensorId]>::to_vec)).into_iter().enumerate()
+        {
+            let new = Operator::new("", at as u32, Phase::Forward);
+            builder.operator(Operator { reads, creates, first_only, repeatable: true, ..new }).unwrap();
+        }
+        builder.control(OperatorId(1), OperatorId(2));
+        let graph = builder.build().unwrap();
+        let expanded = expand(&graph, &ids(&[0, 1, 2, 0, 2, 3])).unwrap();
+        assert_eq!(expanded.graph.users(TensorId(0)), ids(&[1, 2]));
     }
 
     #[test]

@@ -2,9 +2,10 @@
 //! trap every overflow.
 
 use crate::common::buffers::check;
+use roam_core::cost::MAX_NS;
 use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, Phase, Residency, Tensor, TensorId};
 use roam_core::layout::pack;
-use roam_core::optimize::{Control, optimize};
+use roam_core::optimize::{Control, OptimizeError, optimize};
 use roam_core::packing::Buffer;
 use roam_core::plan::{Plan, Settings, Status};
 
@@ -144,4 +145,41 @@ fn bare_buffers_at_the_edges_are_packed() {
         let packing = pack(&buffers, 2_000_000, &Control::default()).expect("a packing");
         check(&buffers, &packing);
     }
+}
+
+/// Two operators make a tensor of `unit` bytes that is used before and after one of five units: two
+/// extra runs save it meanwhile.
+fn recomputable(unit: u64, time_ns: u64) -> Graph {
+    let mut made = Made::new(1);
+    let tensors = [unit, unit, 1, 5 * unit, 1, 1].map(|size| made.tensor(size, 1));
+    let reads: [&[usize]; 6] = [&[], &[0], &[1], &[2], &[3], &[1, 4]];
+    for (at, reads) in reads.into_iter().enumerate() {
+        let operator = Operator {
+            reads: reads.iter().map(|&read| tensors[read]).collect(),
+            creates: vec![tensors[at]],
+            repeatable: true,
+            time_ns,
+            ..Operator::new("", at as u32, Phase::Forward)
+        };
+        made.0.operator(operator).expect("few operators");
+    }
+    made.build()
+}
+
+fn within(graph: &Graph, limit_bytes: u64) -> Result<Plan, OptimizeError> {
+    let settings = Settings { memory_limit_bytes: Some(limit_bytes), ..Settings::SINGLE };
+    optimize(graph, &settings, &Control::default())
+}
+
+#[test]
+fn the_longest_times_are_summed_up_to_the_most_that_there_is() {
+    let plan = within(&recomputable(100, MAX_NS), 510).expect("a plan");
+    assert_eq!(plan.recomputation.expect("two extra runs").extra_ns, MAX_NS);
+}
+
+#[test]
+fn a_schedule_of_more_bytes_in_all_than_a_graph_may_count_is_not_found() {
+    assert!(within(&recomputable(1 << 59, 1), 5 << 59 | 8).is_ok());
+    let refused = within(&recomputable(1 << 60, 1), 5 << 60 | 8);
+    assert!(matches!(refused, Err(OptimizeError::LimitNotFound { .. })), "{refused:?}");
 }

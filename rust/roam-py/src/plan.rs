@@ -14,7 +14,7 @@ use roam_core::liveness::live_bytes;
 use roam_core::optimize::Timings;
 use roam_core::plan::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::plan::{Candidate, ExactReport, Plan, Schedule, StreamModel};
-use roam_core::verify::verify;
+use roam_core::verify::{PlanViolation, verify};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -240,11 +240,17 @@ impl PyPlan {
     fn critical_path_s(&self) -> Option<f64> {
         self.seconds(|schedule| schedule.critical_path_ns)
     }
-    /// Start and end of each operator of a graph that this is a plan of, in nanoseconds from the
-    /// start of the step, by the cost model.
+    /// Start and end of each run of an operator of the graph that this is a plan of, in nanoseconds
+    /// from the start of the step, by the cost model.
     fn times_ns<'py>(&self, py: Python<'py>, graph: &Bound<'py, PyGraph>) -> PyResult<(Numbers<'py>, Numbers<'py>)> {
         let (graph, plan) = (graph.get().inner(), &self.plan);
-        let times = detached(py, || verify(graph, plan).map(|()| plan.times_ns(graph)))?;
+        let times = detached(py, || {
+            verify(graph, plan)?;
+            Ok::<_, PlanViolation>(match &plan.recomputation {
+                None => plan.times_ns(graph),
+                Some(recomputation) => plan.times_ns(&expand(graph, &recomputation.sequence)?.graph),
+            })
+        })?;
         let (start, end) = times.map_err(|error| plan_error(py, &error))?.into_iter().unzip();
         let numbers =
             |times: Vec<u64>| array(py, times.into_iter().map(to_i64).collect()).map(|one| one.into_bound(py));

@@ -3,7 +3,7 @@
 use super::OptimizeError;
 use crate::control::{Stop, Watch};
 use crate::cost;
-use crate::expansion::expand;
+use crate::expansion::{SequenceError, expand};
 use crate::graph::{Graph, OperatorId, Site};
 use crate::plan::{Plan, Recomputation, Settings, Status};
 use crate::recompute::{self, Complete, Found, Repeats, search};
@@ -41,14 +41,16 @@ pub(super) fn within(
     let repeats = Repeats::new(graph);
     let mut floor = recompute::floor(&repeats, watch);
     let complete = Complete::new(graph, watch);
-    if let Some(least) = complete.as_ref().and_then(Complete::least_bytes) {
+    let proof = complete.as_ref().filter(|complete| complete.is_proof());
+    if let Some(least) = proof.and_then(Complete::least_bytes) {
         floor.bytes = floor.bytes.max(graph.persistent_bytes() + least);
     }
+    let is_proof = proof.is_some();
     let limits =
         Limits { graph, plain, settings, watch, plan_of, complete, persistent_bytes: graph.persistent_bytes() };
     let least_ns = |limit_bytes| {
         let least = recompute::least_extra_ns(&repeats, limit_bytes, watch);
-        let ns = match limits.cheapest(limit_bytes) {
+        let ns = match limits.cheapest(limit_bytes).filter(|_| is_proof) {
             None => least.ns?,
             Some(cheapest) => least.ns?.max(cheapest?.extra_ns),
         };
@@ -59,7 +61,13 @@ pub(super) fn within(
     for limit in std::iter::once(limit_bytes).chain(rungs).take_while(|&limit| limit >= floor.bytes) {
         // Where nothing keeps to the limit, neither does the search find anything.
         let Some((least_ns, again)) = least_ns(limit) else { break };
-        if best.as_ref().is_some_and(|best| best.extra_ns <= least_ns || watch.check().is_err()) {
+        // Late is better than nothing, but rungs are for plans that are better still.
+        let is_over = match watch.check() {
+            Ok(()) => false,
+            Err(Stop::TimedOut) => limit < limit_bytes,
+            Err(Stop::Cancelled) => true,
+        };
+        if is_over || best.as_ref().is_some_and(|best| best.extra_ns <= least_ns) {
             break;
         }
         let found = limits.find(limit, least_ns, &again)?;
@@ -142,10 +150,16 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
         for _ in 0..ATTEMPTS {
             let mut over = u64::MAX;
             for one in self.sequences(target, least_ns, again).into_iter().take(MOST_PLANNED) {
-                let expanded = expand(self.graph, &one.sequence).map_err(OptimizeError::InvalidSequence)?;
+                let expanded = match expand(self.graph, &one.sequence) {
+                    Ok(expanded) => expanded,
+                    // More runs than a graph may have operators, or more bytes than it may count.
+                    Err(SequenceError::Graph(_)) => continue,
+                    Err(error) => return Err(OptimizeError::InvalidSequence(error)),
+                };
                 let plan = (self.plan_of)(&expanded.graph, &attempt)?;
                 if plan.total_bytes <= limit_bytes {
-                    return Ok(Some(Within { sequence: one.sequence, extra_ns: one.extra_ns, plan }));
+                    let extra_ns = cost::extra_ns(self.graph, &one.sequence);
+                    return Ok(Some(Within { sequence: one.sequence, extra_ns, plan }));
                 }
                 over = over.min(plan.total_bytes - limit_bytes);
             }

@@ -74,12 +74,11 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         body.total_lower_bound_bytes,
     ];
     let times = body.schedule.iter().flat_map(|s| [s.makespan_ns, s.serial_ns, s.critical_path_ns]);
-    let candidates = body.candidates.iter().flat_map(|candidate| [candidate.peak_bytes, candidate.pool_bytes]);
+    let candidates = body.candidates.iter().flat_map(|tried| [tried.peak_bytes, tried.pool_bytes, tried.outside_bytes]);
     let repeats = body.recomputation.iter().flat_map(|again| {
         [again.extra_ns, again.step_ns, again.least_extra_ns, again.floor_bytes, again.plain_total_bytes]
     });
-    let limit = body.settings.memory_limit_bytes;
-    let offsets = body.offsets.iter().flatten().copied().chain(limit);
+    let offsets = body.offsets.iter().flatten().copied();
     if let Some(value) = figures
         .into_iter()
         .chain(candidates)

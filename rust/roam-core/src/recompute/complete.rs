@@ -8,11 +8,16 @@
 //! What a schedule can do next depends on which operators have run and on which tensors are alive,
 //! at which version; both together are a *state*. The best way to a state is found by Dijkstra's
 //! algorithm, which ends with the best schedule, or with the proof that there is none.
+//!
+//! A state holds one instance of each tensor. Of a tensor that nothing changes more are of no use:
+//! of two that are alive at once, either serves whatever reads the other, so the older one can be
+//! dropped. A tensor that is changed may be needed in two versions at once, so where such a tensor
+//! may be made again the best schedule that is found proves nothing.
 
 use super::model::{Model, NONE, Use};
 use super::search::Found;
 use crate::control::Watch;
-use crate::graph::{Graph, OperatorId, Residency};
+use crate::graph::{Graph, Operator, OperatorId, Residency, Sequence};
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
@@ -31,12 +36,13 @@ const MOST_DIVISIONS: usize = 32;
 /// Marks a tensor that is not alive.
 const GONE: u8 = u8::MAX;
 
-/// All schedules of a small graph.
+/// All schedules of a small graph in which no tensor has two instances at once.
 pub(crate) struct Complete<'a> {
     model: Model,
     /// Per operator those that its first run waits for beside what it touches.
     waits_for: Vec<u64>,
     may_repeat: Vec<bool>,
+    is_proof: bool,
     watch: &'a Watch,
     /// The results of [`Complete::cheapest`], by limit.
     known: RefCell<HashMap<u64, Option<Option<Found>>>>,
@@ -79,13 +85,10 @@ impl<'a> Complete<'a> {
         let is_small = graph.operators().len() <= MOST_OPERATORS
             && graph.tensors().len() <= MOST_TENSORS
             && operators().all(|operator| operator.reuse.len() <= MOST_PAIRS);
-        // A view must be one of the instance that is used beside it, which states do not tell.
-        let has_views = graph.control().iter().any(|&(before, after)| {
-            let [before, after] = [before, after].map(|id| graph.operator(id));
-            let is_view = before.creates.is_empty() && before.mutates.is_empty();
-            is_view && before.reads.iter().any(|tensor| after.reads.contains(tensor) || after.mutates.contains(tensor))
-        });
-        if !is_small || has_views {
+        // A further run of a collective asks for a run of what waits for it, which states do not tell.
+        let launches_again =
+            |operator: &Operator| operator.repeatable && operator.sequence == Some(Sequence::Collective);
+        if !is_small || operators().any(launches_again) || has_views(graph) {
             return None;
         }
         let mut waits_for = vec![0u64; graph.operators().len()];
@@ -101,13 +104,22 @@ impl<'a> Complete<'a> {
             }
         }
         let leaves = |&tensor| graph.tensor(tensor).residency == Residency::Leaves;
+        let may_repeat: Vec<bool> = operators().map(|op| op.repeatable && !op.creates.iter().any(leaves)).collect();
+        let model = Model::new(graph, graph.program_order());
+        let has_versions = |op: u32| model.creates.row(op).iter().any(|&tensor| !model.mutators.row(tensor).is_empty());
         Some(Complete {
-            model: Model::new(graph, graph.program_order()),
+            is_proof: !(0..model.len() as u32).any(|op| may_repeat[op as usize] && has_versions(op)),
+            model,
             waits_for,
-            may_repeat: operators().map(|op| op.repeatable && !op.creates.iter().any(leaves)).collect(),
+            may_repeat,
             watch,
             known: RefCell::default(),
         })
+    }
+
+    /// Whether no schedule at all is better than the best that is found.
+    pub(crate) fn is_proof(&self) -> bool {
+        self.is_proof
     }
 
     /// The cheapest schedule that keeps to a limit, persistent tensors left out. `Some(None)` where
@@ -276,4 +288,14 @@ impl<'a> Complete<'a> {
         let sequence: Vec<OperatorId> = ops.iter().map(|&op| self.model.operator(op)).collect();
         Found { sequence, peak_bytes: timeline.peak(), extra_ns: timeline.extra_ns }
     }
+}
+
+/// Whether an operator uses a view of a tensor that it uses itself, too: both must be of one
+/// instance, which states do not tell.
+fn has_views(graph: &Graph) -> bool {
+    graph.control().iter().any(|&(before, after)| {
+        let [before, after] = [before, after].map(|id| graph.operator(id));
+        let is_view = before.creates.is_empty() && before.mutates.is_empty();
+        is_view && before.reads.iter().any(|tensor| after.reads.contains(tensor) || after.mutates.contains(tensor))
+    })
 }

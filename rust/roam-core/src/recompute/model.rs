@@ -4,6 +4,7 @@
 
 use crate::cost::{operator_ns, rerun_ns};
 use crate::graph::{Graph, Operator, OperatorId, Phase, Residency, TensorId};
+use std::collections::BTreeSet;
 
 /// Stands for no operator, no tensor, no place.
 pub(super) const NONE: u32 = u32::MAX;
@@ -52,9 +53,9 @@ pub(super) struct Use {
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     operators: Vec<OperatorId>,
-    /// Nanoseconds of the first run.
+    /// Nanoseconds of the first run, at most [`MOST_NS`].
     pub(super) ns: Vec<u64>,
-    /// Nanoseconds of an extra run.
+    /// Nanoseconds of an extra run, at most [`MOST_NS`].
     pub(super) again_ns: Vec<u64>,
     pub(super) workspace: Vec<u64>,
     /// Whether an operator that makes or changes something can run again.
@@ -92,6 +93,10 @@ pub(super) struct Model {
     /// [`NONE`] for others.
     pub(super) serves_until: Vec<u32>,
 }
+
+/// The search tells no longer times apart, so that a sum over millions of runs does not overflow:
+/// 18 minutes.
+const MOST_NS: u64 = 1 << 40;
 
 /// How many times as large tensors must be for a small one to be held for them.
 pub(super) const MUCH_LARGER: u64 = 4;
@@ -133,8 +138,13 @@ impl Model {
         }
         waits_for.iter_mut().for_each(|row| row.sort_unstable());
         let does_nothing: Vec<bool> = operators().map(|op| op.creates.is_empty() && op.mutates.is_empty()).collect();
-        let shares =
-            |a: u32, b: u32| uses.row(a).iter().any(|used| uses.row(b).iter().any(|other| other.tensor == used.tensor));
+        let shares = |a: u32, b: u32| {
+            let [mut few, mut many] = [uses.row(a), uses.row(b)];
+            if few.len() > many.len() {
+                std::mem::swap(&mut few, &mut many);
+            }
+            few.iter().any(|used| many.binary_search_by_key(&used.tensor, |other| other.tensor).is_ok())
+        };
         let repeatable: Vec<bool> = operators().map(|op| op.repeatable).collect();
         let is_view: Vec<bool> = (0..order.len() as u32)
             .map(|op| does_nothing[op as usize] && repeatable[op as usize] && uses.row(op).len() == 1)
@@ -201,8 +211,8 @@ impl Model {
             row.iter().map(|used| (used.tensor, op)).collect()
         });
         let mut model = Model {
-            ns: order.iter().map(|&id| operator_ns(graph, id)).collect(),
-            again_ns: order.iter().map(|&id| rerun_ns(graph, id)).collect(),
+            ns: order.iter().map(|&id| operator_ns(graph, id).min(MOST_NS)).collect(),
+            again_ns: order.iter().map(|&id| rerun_ns(graph, id).min(MOST_NS)).collect(),
             workspace: order.iter().map(|&id| graph.workspace_bytes(id)).collect(),
             rerun_before: rerun_before.collect(),
             reuse: Lists::collect(
@@ -349,14 +359,16 @@ impl Listing<'_> {
 
 /// What the operator uses, ascending by tensor.
 fn uses_of(operator: &Operator, version: &[u32], rank: &impl Fn(TensorId) -> u32) -> Vec<Use> {
-    let used = |id: TensorId, mutates| {
-        let tensor = rank(id);
-        Use { tensor, version: version[tensor as usize], mutates, first_only: operator.first_only.contains(&id) }
+    let ranks = |ids: &[TensorId]| ids.iter().map(|&id| rank(id)).collect::<BTreeSet<u32>>();
+    let (mutated, first_only) = (ranks(&operator.mutates), ranks(&operator.first_only));
+    let used = ranks(&operator.reads).union(&mutated).copied().collect::<Vec<u32>>();
+    let use_of = |tensor: u32| Use {
+        tensor,
+        version: version[tensor as usize],
+        mutates: mutated.contains(&tensor),
+        first_only: first_only.contains(&tensor),
     };
-    let mut row: Vec<Use> = operator.mutates.iter().map(|&id| used(id, true)).collect();
-    row.extend(operator.reads.iter().filter(|id| !operator.mutates.contains(id)).map(|&id| used(id, false)));
-    row.sort_unstable_by_key(|used| used.tensor);
-    row
+    used.into_iter().map(use_of).collect()
 }
 
 /// Those that operators make come first, by place and then as they are listed; the others by who

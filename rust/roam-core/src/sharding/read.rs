@@ -12,9 +12,11 @@ const GZIP: [u8; 2] = [0x1F, 0x8B];
 const MOST_BYTES: u64 = 1 << 30;
 /// The latest time that is accepted, because something is kept for each time.
 const MOST_TIMES: i64 = 1 << 24;
-/// The most that all costs that are allowed may sum up to, and likewise all bytes, so that every
-/// sum is exact.
-const MOST_IN_ALL: i128 = 1_000_000_000_000_000_000;
+/// All costs that are allowed sum up to less than this, so that no sum of theirs is taken for a
+/// forbidden one.
+const MOST_COST_IN_ALL: i128 = FORBIDDEN as i128;
+/// The most that all bytes may sum up to, so that every sum is exact.
+const MOST_BYTES_IN_ALL: i128 = 1_000_000_000_000_000_000;
 
 /// Why a file is no problem of this kind.
 #[derive(Debug, thiserror::Error)]
@@ -140,7 +142,9 @@ fn of_text(text: Text) -> Result<Problem, ReadError> {
         if first == second {
             let node = &mut problem.nodes[first];
             for (strategy, cost) in node.costs.iter_mut().enumerate() {
-                *cost = cost.saturating_add(costs[strategy * columns + strategy]);
+                let own = costs[strategy * columns + strategy];
+                // No sum of allowed costs is too large for the type: see MOST_COST_IN_ALL.
+                *cost = if (*cost).max(own) >= FORBIDDEN { FORBIDDEN } else { cost.saturating_add(own) };
             }
             continue;
         }
@@ -151,7 +155,7 @@ fn of_text(text: Text) -> Result<Problem, ReadError> {
         });
         problem.edges.push(Edge { nodes: [first, second], matrix });
     }
-    if cost_in_all > MOST_IN_ALL || bytes_in_all > MOST_IN_ALL {
+    if cost_in_all >= MOST_COST_IN_ALL || bytes_in_all > MOST_BYTES_IN_ALL {
         return wrong("the costs or the usages are too large to be summed".into());
     }
     Ok(problem)
@@ -181,6 +185,15 @@ mod tests {
     }
 
     #[test]
+    fn what_an_edge_from_a_node_to_itself_forbids_stays_forbidden() {
+        let text = PAIR
+            .replace("[[1, 2], [3]]", "[[-5, 100000000000000000], [3]]")
+            .replace("[100, 0, 0, 200]", "[100000000000000000, 0, 0, -200]");
+        let problem = Problem::read(text.as_bytes()).unwrap();
+        assert_eq!((problem.cost(&[0, 0]), problem.cost(&[1, 0])), (None, None));
+    }
+
+    #[test]
     fn what_makes_no_sense_is_refused() {
         for (from, to) in [
             ("[[1, 2], [3]]", "[[1, 2], []]"),
@@ -192,6 +205,7 @@ mod tests {
             ("[[0, 1], [0, 0]]", "[[0, 1, 1], [0, 0]]"),
             ("[10, 20]", "[10]"),
             ("[10, 20]", "[10, -9000000000000000000]"),
+            ("[10, 20]", "[99999999999999999, 20]"),
             ("[[5, 6], [7]]", "[[5, 6], [9000000000000000000]]"),
             ("12}}", "-12}}"),
             ("\"edges\"", "\"edgy\""),

@@ -239,3 +239,21 @@ pub(super) fn check_figures(original: &Graph, graph: &Graph, plan: &Plan, peaks:
     }
     exact::check(plan)
 }
+
+/// The step of every operator, by id.
+pub(super) fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolation> {
+    let mut step: Vec<Option<usize>> = vec![None; graph.operators().len()];
+    for (at, &id) in order.iter().enumerate() {
+        match step.get_mut(id.index()) {
+            None => return Err(PlanViolation::UnknownOperator { operator: id.0 }),
+            Some(Some(_)) => return Err(PlanViolation::OperatorDoubled { site: site(graph, id) }),
+            Some(step) => *step = Some(at),
+        }
+    }
+    step.into_iter()
+        .enumerate()
+        .map(|(index, at)| {
+            at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) })
+        })
+        .collect()
+}

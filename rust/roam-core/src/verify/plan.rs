@@ -1,7 +1,7 @@
 //! The whole check of a plan.
 
-use super::checks::{check_constraints, check_figures, check_offsets, check_overlaps, check_reuse};
-use super::lives::{Lives, site};
+use super::checks::{check_constraints, check_figures, check_offsets, check_overlaps, check_reuse, steps};
+use super::lives::Lives;
 use super::violation::PlanViolation;
 use super::{repeats, streams};
 use crate::graph::{Graph, OperatorId};
@@ -45,22 +45,4 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
     let lives = Lives::new(graph, &step);
     check_overlaps(graph, plan, &lives, &pairs)?;
     check_figures(original, graph, plan, lives.peaks(graph, &pairs))
-}
-
-/// The step of every operator, by id.
-fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolation> {
-    let mut step: Vec<Option<usize>> = vec![None; graph.operators().len()];
-    for (at, &id) in order.iter().enumerate() {
-        match step.get_mut(id.index()) {
-            None => return Err(PlanViolation::UnknownOperator { operator: id.0 }),
-            Some(Some(_)) => return Err(PlanViolation::OperatorDoubled { site: site(graph, id) }),
-            Some(step) => *step = Some(at),
-        }
-    }
-    step.into_iter()
-        .enumerate()
-        .map(|(index, at)| {
-            at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) })
-        })
-        .collect()
 }

@@ -5,6 +5,7 @@
 //! order, each tensor holding a value that is named by what it is an instance of and by how many
 //! operators have changed it.
 
+use super::checks::steps;
 use super::lives::{name, site, tensors};
 use super::violation::PlanViolation;
 use crate::cost;
@@ -16,12 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The graph of the plan's sequence, checked; its constraints, lifetimes and layout are not.
 pub(super) fn expanded(graph: &Graph, plan: &Plan, recomputation: &Recomputation) -> Result<Graph, PlanViolation> {
     let expanded = expand(graph, &recomputation.sequence)?;
-    if plan.order.len() != expanded.graph.operators().len() {
-        // As many as the sequence has, or the order names one that there is not.
-        let missing = (0..graph.operators().len() as u32).map(OperatorId).find(|id| !plan.order.contains(id));
-        let site = site(graph, missing.unwrap_or(OperatorId(0)));
-        return Err(PlanViolation::OperatorMissing { site });
-    }
+    steps(&expanded.graph, &plan.order)?;
     check_tensors(graph, &expanded)?;
     check_runs(graph, &expanded)?;
     check_waits(graph, &expanded)?;
@@ -138,9 +134,18 @@ fn check_waits(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> 
     let touches = |operator: &Operator| -> BTreeSet<TensorId> {
         operator.reads.iter().chain(&operator.mutates).copied().collect()
     };
+    // `check_runs` has found that one run touches everything, and others all but what is first-only.
+    let touches_originally = |operator: &Operator, count: usize| -> BTreeSet<TensorId> {
+        let mut all = touches(operator);
+        if count < all.len() {
+            operator.first_only.iter().for_each(|tensor| _ = all.remove(tensor));
+        }
+        all
+    };
     for (run, operator) in expanded.graph.operators().iter().enumerate() {
         let id = origin(expanded, run);
-        let (used, used_originally) = (touches(operator), touches(graph.operator(id)));
+        let used = touches(operator);
+        let used_originally = touches_originally(graph.operator(id), used.len());
         for &waited in &before[id.index()] {
             let maker = graph.operator(waited);
             let is_view = maker.creates.is_empty() && maker.mutates.is_empty();
@@ -161,7 +166,8 @@ fn check_waits(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> 
 
 /// Follows the runs in the plan's order: each finds the values that its operator finds in program
 /// order, and what outlives the step has its last value at the end. So has what a collective
-/// changes, up to the change by the operator that waits for it: that one changes it next.
+/// changes, up to the change by the operator that waits for it: that one changes it next. What a
+/// collective makes is waited for in the same way, if the first to use it changes it.
 fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Result<(), PlanViolation> {
     let mut by_position: Vec<OperatorId> = (0..graph.operators().len() as u32).map(OperatorId).collect();
     by_position.sort_unstable_by_key(|&id| graph.operator(id).position);
@@ -176,6 +182,8 @@ fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Res
             changes[tensor.index()] += 1;
         }
     }
+    let is_changed_next =
+        |id: TensorId| graph.users(id).first().is_some_and(|&user| graph.operator(user).mutates.contains(&id));
     let is_there = |id: TensorId| id.index() < graph.tensors().len() && graph.creator(id).is_none();
     let mut launched: BTreeMap<TensorId, OperatorId> = BTreeMap::new();
     let mut value: Vec<Option<u32>> = tensors(&expanded.graph).map(|id| is_there(id).then_some(0)).collect();
@@ -201,6 +209,9 @@ fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Res
         for tensor in &operator.creates {
             if value[tensor.index()].replace(0).is_some() {
                 return Err(PlanViolation::RunsAgain { site: site(graph, id) });
+            }
+            if graph.operator(id).sequence == Some(Sequence::Collective) && is_changed_next(of(tensor)) {
+                launched.insert(*tensor, id);
             }
         }
     }
