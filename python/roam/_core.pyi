@@ -373,7 +373,7 @@ class GraphBuilder:
     Args:
         name: for people.
         device: the device that the step runs on.
-        alignment_bytes: a power of two; 64 on ``cpu`` and 512 elsewhere where None.
+        alignment_bytes: a power of two; if None, 64 on ``cpu`` and 512 elsewhere.
     """
 
     def __new__(

@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--memory-curve",
         action="store_true",
-        help="print what recomputation costs at 100, 90, ... 10 percent of the step-local total",
+        help="print what recomputation costs at 100, 90, ... 40, 35, ... 10 percent of the step-local total",
     )
     add_sharding(plan)
     streams = plan.add_argument_group("streams")

@@ -209,7 +209,7 @@ def _shapes(command: _Command) -> None:
 def _compiled(command: _Command) -> None:
     made = command(
         "compiled",
-        "train networks whose blocks torch.compile has compiled, by plan and in a loop of their own",
+        "train networks whose blocks torch.compile has compiled, by plan and in an ordinary loop",
         *_MODELS,
     )
     _only(made, "net")
@@ -219,7 +219,7 @@ def _compiled(command: _Command) -> None:
 def _ranks(command: _Command) -> None:
     made = command(
         "ranks",
-        "train networks on several gloo processes, wrapped and sharded, by plan and eagerly",
+        "train networks on several gloo processes with DDP and fully_shard, by plan and eagerly",
         *_MODELS,
     )
     _only(made, "net")

@@ -280,7 +280,8 @@ def capture(
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
         If the step branches on values that it computes, operators that change something wait for
-        the outcomes. Conditions are assumed to be false, and the graph's notes say so.
+        the outcomes. Numbers are assumed to be finite and all other conditions to be false, and the
+        graph's notes say so.
 
     Raises:
         CaptureError: the step cannot be captured exactly; the error names the operator and the

@@ -1,4 +1,4 @@
-"""What ranks tell each other apart from their collectives, through the store of a process group.
+"""What ranks tell each other, besides their collectives, through the store of a process group.
 
 Before a plan runs for the first time, its rank writes to the store which collectives it launches,
 and waits until every other rank of the group has a plan with the same collectives. Only new

@@ -1,4 +1,4 @@
-"""Tries a call out of planned memory and compares it, byte for byte, with the ordinary call.
+"""Runs a call on trial with planned memory, and compares it, byte for byte, with the ordinary one.
 
 `try_placed` gives the results views into a poisoned pool, `try_in_place` gives one of them an
 argument's memory. Both run on copies of the arguments, which have the same layouts and share

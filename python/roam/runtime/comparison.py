@@ -135,8 +135,8 @@ def compare(
         What was found. Print it, or test its ``equal``.
 
     Raises:
-        ExecutionError: the step cannot run by plan, because the tensors are fakes, or because
-            ``ROAM_DISABLE=1`` is set.
+        ExecutionError: the step cannot run by plan, because the tensors are fakes, or because of
+            ``ROAM_DISABLE=1`` or `roam.disabled`.
 
     Example:
         >>> print(roam.compare(train_step, model, optimizer, tokens))

@@ -81,8 +81,8 @@ def compile(
         train_step: the user's function: forward, backward and optimizer.
         on_change: what to do with a call that no plan fits (another batch shape, `model.eval()`,
             another dropout): ``"replan"`` captures and plans anew, ``"raise"`` raises
-            `ExecutionError`, ``"eager"`` runs the user's function itself. The first call is always
-            planned, and so is the change from the first step to the steady one.
+            `ExecutionError`, ``"eager"`` runs the user's function itself. It does not forbid the
+            first plan, nor the change from the first step to the steady one.
         keep_grads: keep `.grad` after the step as eager PyTorch does. By default gradients from
             which an optimizer has updated their parameters die early, and `.grad` is None after the
             step.
@@ -92,7 +92,7 @@ def compile(
             its reuse still save memory. None means True, with three exceptions: the planned total
             with the pool is over 2 % above the total with the allocator; it is above the total in
             program order; or compiled blocks of the step free tensors while they run, and the pool
-            costs any memory at all.
+            costs any memory at all. With several streams only the second of these counts.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find kernels that
             read dead memory. Slow.
         max_plans: how many plans are kept. Calls with other batch shapes, with other values that
@@ -404,8 +404,8 @@ class Step:
 
         The plan's `total_bytes` is the memory that the step will take, known before step 1. Kernels
         that may take memory for themselves are tried on zeros, once in a process. If the step
-        branches on values that no run has shown yet, the plan assumes that its conditions are
-        false.
+        branches on values that no run has shown yet, the plan assumes that numbers are finite, and
+        that all other conditions are false.
         """
         found = self._captures.find(args, kwargs, self._known.taker)
         if isinstance(found, str):
@@ -499,7 +499,7 @@ class Step:
         measured ones if the call was made through `measured` or `measured_eagerly`.
 
         Raises:
-            ExecutionError: before the first call.
+            ExecutionError: no call has run by a plan yet (code ``no_call``).
         """
         if self._last is None:
             raise ExecutionError(

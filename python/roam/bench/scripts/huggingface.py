@@ -1,6 +1,4 @@
-"""transformers, accelerate, peft and diffusers, as their examples without Trainer have it, and with
-it.
-"""
+"""transformers, accelerate, peft and diffusers as in their examples, without Trainer and with it."""
 
 from __future__ import annotations
 

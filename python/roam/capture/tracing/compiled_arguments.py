@@ -1,5 +1,5 @@
-"""What a compiled function is given by a call in a trace, told without fakes: a call with real
-tensors of the same metadata can be made of it, and calls can be told apart.
+"""Describes the arguments of a compiled function's call in a trace, without its fake tensors: a
+call with real tensors of the same metadata can be made of it, and two calls can be compared.
 """
 
 from __future__ import annotations
