@@ -4,13 +4,13 @@ use super::site::Site;
 use std::fmt;
 use thiserror::Error;
 
-/// Lists at most this many operators of a cycle in its message; the error itself holds them all.
-const SITES_SHOWN: usize = 12;
+/// Lists at most this many members of a cycle in its message; the error itself holds them all.
+const SHOWN: usize = 12;
 
-fn chain(sites: &[Site]) -> String {
-    let mut text = sites.iter().take(SITES_SHOWN).map(Site::to_string).collect::<Vec<_>>().join(" -> ");
-    if sites.len() > SITES_SHOWN {
-        text.push_str(&format!(" -> ... ({} operators in all)", sites.len()));
+fn chain(members: &[impl ToString], kind: &str) -> String {
+    let mut text = members.iter().take(SHOWN).map(ToString::to_string).collect::<Vec<_>>().join(" -> ");
+    if members.len() > SHOWN {
+        text.push_str(&format!(" -> ... ({} {kind} in all)", members.len()));
     }
     text
 }
@@ -53,7 +53,7 @@ impl fmt::Display for ReuseFault {
 #[non_exhaustive]
 pub enum GraphError {
     /// Operators that wait for each other, in the order of the waiting.
-    #[error("operators wait for each other: {}", chain(.sites))]
+    #[error("operators wait for each other: {}", chain(.sites, "operators"))]
     Cycle {
         /// The operators on the cycle; the last one must run before the first.
         sites: Vec<Site>,
@@ -267,7 +267,7 @@ pub enum GraphError {
         parent: u64,
     },
     /// Regions that contain each other.
-    #[error("regions contain each other: {}", .regions.join(" -> "))]
+    #[error("regions contain each other: {}", chain(.regions, "regions"))]
     RegionCycle {
         /// Names of the regions on the cycle, each inside the next.
         regions: Vec<String>,

@@ -40,19 +40,32 @@ pub(super) fn within(
     }
     let repeats = Repeats::new(graph);
     let mut floor = recompute::floor(&repeats, watch);
-    let complete = Complete::new(graph, watch);
-    let proof = complete.as_ref().filter(|complete| complete.is_proof());
-    if let Some(least) = proof.and_then(Complete::least_bytes) {
-        floor.bytes = floor.bytes.max(graph.persistent_bytes() + least);
+    let mut limits = Limits {
+        graph,
+        plain,
+        settings,
+        watch,
+        plan_of,
+        complete: Complete::new(graph, watch),
+        persistent_bytes: graph.persistent_bytes(),
+    };
+    // Whether all schedules can be searched must not depend on the limit: of a lesser one, no plan may
+    // be found that is better.
+    let floor_bytes = floor.bytes.saturating_sub(limits.persistent_bytes);
+    let least = limits.complete.as_ref().and_then(|complete| complete.least_bytes(floor_bytes));
+    if least.is_none() || limits.cheapest(limits.share(RUNGS - 1, RUNGS), 0).is_none() {
+        limits.complete = None;
     }
-    let is_proof = proof.is_some();
-    let limits =
-        Limits { graph, plain, settings, watch, plan_of, complete, persistent_bytes: graph.persistent_bytes() };
+    let is_proof = limits.complete.as_ref().is_some_and(Complete::is_proof);
+    if let Some(least) = least.filter(|_| is_proof) {
+        floor.bytes = floor.bytes.max(limits.persistent_bytes.saturating_add(least));
+    }
     let least_ns = |limit_bytes| {
         let least = recompute::least_extra_ns(&repeats, limit_bytes, watch);
-        let ns = match limits.cheapest(limit_bytes).filter(|_| is_proof) {
-            None => least.ns?,
-            Some(cheapest) => least.ns?.max(cheapest?.extra_ns),
+        let ns = least.ns?;
+        let ns = match limits.cheapest(limit_bytes, ns).filter(|_| is_proof) {
+            None => ns,
+            Some(cheapest) => cheapest?.extra_ns.max(ns),
         };
         Some((ns, least.again))
     };
@@ -122,13 +135,13 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
 
     /// The cheapest of all schedules within a limit, where the graph is small; see
     /// [`Complete::cheapest`].
-    fn cheapest(&self, limit_bytes: u64) -> Option<Option<Found>> {
-        self.complete.as_ref()?.cheapest(limit_bytes.saturating_sub(self.persistent_bytes))
+    fn cheapest(&self, limit_bytes: u64, least_ns: u64) -> Option<Option<Found>> {
+        self.complete.as_ref()?.cheapest(limit_bytes.saturating_sub(self.persistent_bytes), least_ns)
     }
 
     /// Sequences within a limit of live bytes, cheapest first.
     fn sequences(&self, limit_bytes: u64, least_ns: u64, again: &[OperatorId]) -> Vec<Found> {
-        match self.cheapest(limit_bytes) {
+        match self.cheapest(limit_bytes, least_ns) {
             Some(cheapest) => cheapest.into_iter().collect(),
             None => {
                 let local_bytes = limit_bytes - self.persistent_bytes;

@@ -25,10 +25,13 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 /// A graph of more operators or tensors is not small.
 const MOST_OPERATORS: usize = 24;
 const MOST_TENSORS: usize = 64;
-/// A graph with more states is not small either.
-const MOST_STATES: usize = 1 << 17;
+/// A graph with more states, in all divisions of a limit together, is not small either.
+const MOST_STATES: usize = 1 << 19;
 /// Permitted pairs of one operator of which every choice is tried.
 const MOST_PAIRS: usize = 4;
+
+/// Tensors that one operator uses or makes, and of which every choice is dropped after it.
+const MOST_TOUCHED: usize = 12;
 
 /// The most divisions of a limit between pool and unpooled bytes that are tried.
 const MOST_DIVISIONS: usize = 32;
@@ -43,9 +46,15 @@ pub(crate) struct Complete<'a> {
     waits_for: Vec<u64>,
     may_repeat: Vec<bool>,
     is_proof: bool,
+    /// Per tensor whether it can end before the step does.
+    ends: Vec<bool>,
+    /// What exists before the step, and nothing uses: it ends with the first run.
+    unused: Vec<usize>,
     watch: &'a Watch,
     /// The results of [`Complete::cheapest`], by limit.
     known: RefCell<HashMap<u64, Option<Option<Found>>>>,
+    /// Bytes that the pool needs, by how many unpooled bytes are permitted.
+    least_pool: RefCell<HashMap<u64, u64>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -61,7 +70,7 @@ struct Way {
     state: State,
     /// Nanoseconds of extra runs, or the most live bytes.
     cost: u64,
-    /// The state before, and the operator that has run since, if one has.
+    /// The state before, and the operator that has run since.
     before: (usize, u32),
     is_final: bool,
 }
@@ -76,6 +85,15 @@ enum Aim {
     LeastTime(Live),
     /// The least peak in the pool within a limit of unpooled bytes.
     LeastPool(u64),
+}
+
+/// What a search has come to.
+enum Outcome {
+    Best(Found),
+    /// There is no schedule of such a cost.
+    None,
+    /// There are too many states to know.
+    Unknown,
 }
 
 impl<'a> Complete<'a> {
@@ -106,14 +124,27 @@ impl<'a> Complete<'a> {
         let leaves = |&tensor| graph.tensor(tensor).residency == Residency::Leaves;
         let may_repeat: Vec<bool> = operators().map(|op| op.repeatable && !op.creates.iter().any(leaves)).collect();
         let model = Model::new(graph, graph.program_order());
+        let ends: Vec<bool> =
+            model.residency.iter().map(|one| !matches!(one, Residency::Leaves | Residency::Persistent)).collect();
+        let touched =
+            |op: u32| model.used(op, false).map(|used| used.tensor).chain(model.creates.row(op).iter().copied());
+        if (0..model.len() as u32).any(|op| touched(op).filter(|&tensor| ends[tensor as usize]).count() > MOST_TOUCHED)
+        {
+            return None;
+        }
+        let mut is_unused: Vec<bool> = ends.clone();
+        (0..model.len() as u32).flat_map(touched).for_each(|tensor| is_unused[tensor as usize] = false);
         let has_versions = |op: u32| model.creates.row(op).iter().any(|&tensor| !model.mutators.row(tensor).is_empty());
         Some(Complete {
+            ends,
+            unused: (0..is_unused.len()).filter(|&tensor| is_unused[tensor]).collect(),
             is_proof: !(0..model.len() as u32).any(|op| may_repeat[op as usize] && has_versions(op)),
             model,
             waits_for,
             may_repeat,
             watch,
             known: RefCell::default(),
+            least_pool: RefCell::default(),
         })
     }
 
@@ -123,31 +154,55 @@ impl<'a> Complete<'a> {
     }
 
     /// The cheapest schedule that keeps to a limit, persistent tensors left out. `Some(None)` where
-    /// there is no such schedule, `None` where there are too many to know.
-    pub(crate) fn cheapest(&self, limit_bytes: u64) -> Option<Option<Found>> {
+    /// there is no such schedule, `None` where there are too many to know. Any will do whose extra
+    /// time is at most `least_ns`: below the limit none has less, or nobody asks for less.
+    pub(crate) fn cheapest(&self, limit_bytes: u64, least_ns: u64) -> Option<Option<Found>> {
         if let Some(known) = self.known.borrow().get(&limit_bytes) {
             return known.clone();
         }
-        let found = self.cheapest_of_divisions(limit_bytes);
-        self.known.borrow_mut().insert(limit_bytes, found.clone());
+        let found = self.cheapest_of_divisions(limit_bytes, least_ns);
+        if least_ns < u64::MAX {
+            self.known.borrow_mut().insert(limit_bytes, found.clone());
+        }
         found
     }
 
-    fn cheapest_of_divisions(&self, limit_bytes: u64) -> Option<Option<Found>> {
-        let mut best: Option<Found> = None;
+    fn cheapest_of_divisions(&self, limit_bytes: u64, least_ns: u64) -> Option<Option<Found>> {
+        let (mut best, mut states): (Option<Found>, _) = (None, MOST_STATES);
         for unpooled in self.unpooled_bytes()?.into_iter().filter(|&unpooled| unpooled <= limit_bytes) {
-            let found = self.search(Aim::LeastTime((limit_bytes - unpooled, unpooled)))?;
-            best = best.into_iter().chain(found).min_by_key(|found| found.extra_ns);
+            let below_ns = best.as_ref().map_or(u64::MAX, |best| best.extra_ns);
+            if best.is_some() && below_ns <= least_ns {
+                break;
+            }
+            let pool = limit_bytes - unpooled;
+            if self.least_pool.borrow().get(&unpooled).is_some_and(|&least| least > pool) {
+                continue;
+            }
+            match self.search(Aim::LeastTime((pool, unpooled)), below_ns, &mut states) {
+                Outcome::Best(found) => best = Some(found),
+                Outcome::None => {}
+                Outcome::Unknown => return None,
+            }
         }
         Some(best)
     }
 
-    /// The least limit, persistent tensors left out, that a schedule keeps to.
-    pub(crate) fn least_bytes(&self) -> Option<u64> {
-        let mut least = u64::MAX;
+    /// The least limit, persistent tensors left out, that a schedule keeps to. It is not below
+    /// `floor_bytes`.
+    pub(crate) fn least_bytes(&self, floor_bytes: u64) -> Option<u64> {
+        let (mut least, mut states) = (u64::MAX, MOST_STATES);
         for unpooled in self.unpooled_bytes()? {
-            let found = self.search(Aim::LeastPool(unpooled))?;
-            least = least.min(found.map_or(u64::MAX, |found| unpooled + found.peak_bytes));
+            if least <= floor_bytes || unpooled >= least {
+                break;
+            }
+            let below = least - unpooled;
+            let pool = match self.search(Aim::LeastPool(unpooled), below, &mut states) {
+                Outcome::Best(found) => found.peak_bytes,
+                Outcome::None => below,
+                Outcome::Unknown => return None,
+            };
+            self.least_pool.borrow_mut().insert(unpooled, pool);
+            least = least.min(unpooled.saturating_add(pool));
         }
         Some(least)
     }
@@ -168,7 +223,8 @@ impl<'a> Complete<'a> {
         (totals.len() <= MOST_DIVISIONS).then(|| totals.into_iter().collect())
     }
 
-    fn search(&self, aim: Aim) -> Option<Option<Found>> {
+    /// The best schedule of a cost below another one, by no more states than are left.
+    fn search(&self, aim: Aim, below: u64, states: &mut usize) -> Outcome {
         let tensors = self.model.size.len();
         let all = (1 << self.model.len()) - 1;
         let version = (0..tensors).map(|t| if self.model.creator[t] == NONE { 0 } else { GONE }).collect();
@@ -186,20 +242,24 @@ impl<'a> Complete<'a> {
                 if let Aim::LeastPool(_) = aim {
                     found.peak_bytes = cost;
                 }
-                return Some(Some(found));
+                *states = states.saturating_sub(ways.len());
+                return Outcome::Best(found);
             }
-            if ways.len() > MOST_STATES || self.watch.check().is_err() {
-                return None;
+            if ways.len() > *states || self.watch.check().is_err() {
+                return Outcome::Unknown;
             }
             self.moves(&ways[at].state, &mut next);
             for (state, op, live) in next.drain(..) {
-                let is_extra = op != NONE && ways[at].state.done >> op & 1 == 1;
+                let is_extra = ways[at].state.done >> op & 1 == 1;
                 let cost = match aim {
                     Aim::LeastPool(unpooled) if live.1 > unpooled => continue,
                     Aim::LeastPool(_) => cost.max(live.0),
                     Aim::LeastTime((pool, unpooled)) if live.0 > pool || live.1 > unpooled => continue,
                     Aim::LeastTime(_) => cost + if is_extra { self.model.again_ns[op as usize] } else { 0 },
                 };
+                if cost >= below {
+                    continue;
+                }
                 let way = *known.entry(state.clone()).or_insert(ways.len());
                 if way == ways.len() {
                     ways.push(Way { state, cost: u64::MAX, before: (0, NONE), is_final: false });
@@ -210,22 +270,14 @@ impl<'a> Complete<'a> {
                 }
             }
         }
-        Some(None)
+        *states = states.saturating_sub(ways.len());
+        Outcome::None
     }
 
-    /// The states after the next run or the end of a tensor, with the live bytes meanwhile.
+    /// The states after the next run, with the live bytes meanwhile. A tensor that is used no more is
+    /// dropped right after its last use, or after the run that makes it: nothing is gained by waiting.
     fn moves(&self, state: &State, next: &mut Vec<(State, u32, Live)>) {
         let model = &self.model;
-        if state.done != 0 {
-            for tensor in 0..model.size.len() {
-                let stays = matches!(model.residency[tensor], Residency::Leaves | Residency::Persistent);
-                if state.version[tensor] != GONE && !stays {
-                    let mut without = state.clone();
-                    without.version[tensor] = GONE;
-                    next.push((without, NONE, (0, 0)));
-                }
-            }
-        }
         for op in 0..model.len() as u32 {
             let is_again = state.done >> op & 1 == 1;
             let waits_for = self.waits_for[op as usize];
@@ -266,7 +318,23 @@ impl<'a> Complete<'a> {
                     }
                 }
             }
-            next.extend(choices.into_iter().map(|(after, live, _)| (after, op, live)));
+            let touched = model.used(op, is_again).map(|used| used.tensor).chain(creates.iter().copied());
+            let ends: Vec<usize> = touched.map(|tensor| tensor as usize).filter(|&tensor| self.ends[tensor]).collect();
+            for (mut after, live, _) in choices {
+                if state.done == 0 {
+                    self.unused.iter().for_each(|&tensor| after.version[tensor] = GONE);
+                }
+                let ends: Vec<usize> = ends.iter().copied().filter(|&tensor| after.version[tensor] != GONE).collect();
+                for dropped in 0..1u32 << ends.len() {
+                    let mut after = after.clone();
+                    for (at, &tensor) in ends.iter().enumerate() {
+                        if dropped >> at & 1 == 1 {
+                            after.version[tensor] = GONE;
+                        }
+                    }
+                    next.push((after, op, live));
+                }
+            }
         }
     }
 
@@ -280,7 +348,7 @@ impl<'a> Complete<'a> {
         let mut ops = Vec::new();
         while at != 0 {
             let (before, op) = ways[at].before;
-            ops.extend(Some(op).filter(|&op| op != NONE));
+            ops.push(op);
             at = before;
         }
         ops.reverse();
