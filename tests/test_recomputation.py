@@ -281,6 +281,19 @@ class TestLimits:
         assert 0 < again["least_extra_s"] <= again["extra_s"]
         assert again["floor_bytes"] <= plan.total_bytes
         assert again["plain_total_bytes"] == plain.total_bytes
+        begin, end = plan.times_ns(graph)
+        order = plan.order
+        assert len(begin) == len(again["sequence"]) > graph.num_operators
+        assert begin[order[1:]].tolist() == end[order[:-1]].tolist()
+        assert end[order[-1]] == round((again["step_s"] + again["extra_s"]) * 1e9)
+
+    @pytest.mark.parametrize(
+        "settings", [{"memory_limit_bytes": 2**64 - 1}, {"time_limit_s": 0.1 + 0.2}]
+    )
+    def test_limits_are_read_as_they_were_written(self, settings: dict[str, Any]) -> None:
+        plan = roam.optimize(chain(2), **settings)
+        assert roam.Plan.from_json(plan.to_json()) == plan
+        assert plan.settings.items() >= settings.items()
 
     def test_a_limit_below_the_floor_names_the_floor(self) -> None:
         with pytest.raises(roam.PlanError, match="at least") as caught:
