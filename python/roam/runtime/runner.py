@@ -33,7 +33,7 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
-from roam.state.equality import MISSING, same, show
+from roam.state.equality import MISSING, Difference, changed, same, show
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -195,13 +195,14 @@ class Runner:
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return (
+                return Difference(
                     f"{reference.path} is {show(number)} now, for which the step does "
-                    "something else"
+                    "something else",
+                    reference.path,
                 )
         for reference, value in self._program.plain_before:
             if not same(value, reference.get()):
-                return f"{reference.path} changed from {show(value)} to {show(reference.get())}"
+                return changed(reference.path, show(value), show(reference.get()))
         return None
 
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
