@@ -292,7 +292,7 @@ class TestLimit:
             (lambda net, place: net.lengths.append(place), ("net.lengths changed", "belongs in tensors")),
             (lambda net, place: setattr(net, "made", SimpleNamespace(scale=2)), ("net.made", "best made once")),
             (lambda net, place: place, ("args[1]", "make it a tensor")),
-            (lambda net, place: torch.nn.Linear(2, 2), ("args[1]", "pass the same one to all calls")),
+            (lambda net, place: torch.nn.Linear(2, 2), ("args[1]", "call roam.compile anew for each")),
             (lambda net, place: torch.ones(place), ("args[1]", "pad it to a few lengths")),
         ],
     )  # fmt: skip

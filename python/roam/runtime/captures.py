@@ -161,8 +161,8 @@ class Captures(Sequence[Captured[R]]):
             )
         if kind == "object":
             return (
-                f"{path} has been {counts[place]} different objects lately, and a plan is for one object: pass the same one to all "
-                "calls, or, if there are so many, keep more plans by roam.compile(max_plans=...)"
+                f"{path} has been {counts[place]} different objects lately, and a plan is for one object, which it keeps alive: pass "
+                "the same one to all calls, or, to train one model after another, call roam.compile anew for each"
             )
         return (
             f"{path} has come with {counts[place]} values lately: make it a tensor, or a float that the step only calculates "
