@@ -284,8 +284,9 @@ class TestNoneThatTheStepReplaces:
         [
             lambda x, out: torch.zeros(4, 3), lambda x, out: out.detach() * 2, lambda x, out: out, lambda x, out: x,
             lambda x, out: [out.detach(), torch.ones(3)], lambda x, out: {"h": (out.detach(), x)},
+            lambda x, out: (out.detach(), 2),
         ],
-        ids=["constant", "detached", "history", "argument", "list", "dictionary"],
+        ids=["constant", "detached", "history", "argument", "list", "dictionary", "pair"],
     )  # fmt: skip
     @pytest.mark.parametrize("every", [1, 3])
     def test_hold_what_eager_leaves_there(self, make: Any, every: int) -> None:
@@ -301,7 +302,7 @@ class TestNoneThatTheStepReplaces:
                 out = net(x)
                 if cell.state is None:
                     cell.state = make(x, out)
-                tensors = torch.utils._pytree.tree_leaves(cell.state)
+                tensors = map(torch.as_tensor, torch.utils._pytree.tree_leaves(cell.state))
                 loss = out.square().mean() + sum(tensor.detach().sum() for tensor in tensors)
                 net.zero_grad()
                 loss.backward()
@@ -314,7 +315,9 @@ class TestNoneThatTheStepReplaces:
                 if place % every == 0:
                     cell.state = None
                 returned.append(step(x))
-                left = torch.utils._pytree.tree_map(torch.Tensor.detach, cell.state)
+                left = torch.utils._pytree.tree_map_only(
+                    torch.Tensor, torch.Tensor.detach, cell.state
+                )
                 returned.append([left, type(cell.state) is list])
             compiled.append(step)
             return returned

@@ -208,7 +208,7 @@ class Snapshot:
 
     def made_from_none(self) -> set[str]:
         """The paths of the changes of which `moved` tells, if all of them are tensors, or lists,
-        tuples and dictionaries of tensors, where None was.
+        tuples and dictionaries with tensors, where None was.
         """
         found: set[str] = set()
         reasons = 0
@@ -426,10 +426,13 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
 
 
 def _is_nest_of_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or is made of tensors, plain values and containers."""
     kind = type(value)
     if kind in (list, tuple, dict):
         parts = list(value.values() if kind is dict else value)
-        return bool(parts) and all(map(_is_nest_of_tensors, parts))
+        return any(map(_is_nest_of_tensors, parts)) and all(
+            is_plain(part) or _is_nest_of_tensors(part) for part in parts
+        )
     return isinstance(value, torch.Tensor)
 
 
