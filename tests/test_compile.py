@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,6 +404,64 @@ class TestFailure:
         net.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
         step(net, optimizer, *data[2])
+
+    @pytest.mark.parametrize("bad", [(0, 1), (3, 5)])
+    @pytest.mark.parametrize("is_accumulating", [False, True])
+    def test_of_a_bad_batch_leaves_what_eager_leaves(
+        self, is_accumulating: bool, bad: tuple[int, ...]
+    ) -> None:
+        """Statistics of batch norms are updated and masks of dropout drawn before the labels are
+        looked at."""
+        codes = []
+
+        def script(wrap):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(
+                torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.25), torch.nn.ReLU(),
+                torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 3),
+            )  # fmt: skip
+            optimizer, record = adamw(net), SimpleNamespace(loss=torch.zeros(()))
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+            @wrap
+            def step(x, y):
+                if not is_accumulating:
+                    optimizer.zero_grad()
+                loss = functional.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                record.loss = loss.detach()
+                return loss
+
+            returned = []
+            for place, (x, y) in enumerate(batches(7)):
+                try:
+                    returned.append(step(x, y + 3 if place in bad else y))
+                except (IndexError, roam.ExecutionError) as error:
+                    codes.append(getattr(error, "code", ""))
+                returned.append([record.loss, tensors_and_numbers(net.state_dict())])
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+        assert codes == ["", "", "failed_as_eager", "failed_as_eager"]
+
+    def test_of_a_bad_batch_is_torn_if_the_step_has_counted_before(self) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+        optimizer, counter = adamw(net), SimpleNamespace(seen=0)
+
+        @roam.compile
+        def step(x, y):
+            optimizer.zero_grad()
+            counter.seen += 1
+            functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+        x, y = batches(1)[0]
+        step(x, y)
+        with pytest.raises(roam.ExecutionError, match="running_mean") as caught:
+            step(x, y + 3)
+        assert caught.value.code == "torn"
 
     def test_of_two_compiled_steps_on_one_model_is_each_its_own(self) -> None:
         def script(wrap):

@@ -61,6 +61,91 @@ def test_batch_norm_of_any_layout(inside: str, training: bool, sizes: tuple[int,
     same_by_plan(script)
 
 
+class TestCumulativeAverages:
+    """Statistics with `momentum=None`: their factor, 1 / batches so far, is read at each call."""
+
+    @pytest.mark.parametrize("form", ["plain", "checkpointed", "autocast", "frozen"])
+    def test_run_by_one_plan(self, form: str) -> None:
+        """Also where their number is set back, as `reset_running_stats` does."""
+        outcomes = []
+        for wrap in (lambda step: step, roam.compile):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(
+                torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4, momentum=None), torch.nn.ReLU(),
+                torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8, momentum=None, affine=form != "plain"),
+            )  # fmt: skip
+            if form == "frozen":
+                model[1].eval()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            def run(x, model=model, form=form):
+                if form == "checkpointed":
+                    return torch.utils.checkpoint.checkpoint_sequential(
+                        model, 2, x, use_reentrant=False
+                    )
+                with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+                    return model(x)
+
+            def train_step(x, model=model, optimizer=optimizer, run=run):
+                optimizer.zero_grad()
+                loss = run(x).float().exp().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            step = wrap(train_step)
+            losses = []
+            for index, x in enumerate(images(8, 4, 3, 6, 6)):
+                if index == 5:
+                    model[5].reset_running_stats()
+                losses.append(step(x))
+            outcomes.append(tensors_and_numbers(losses, model.state_dict()))
+        assert_same_bits(*outcomes)
+        assert len(step._captures) == 1
+
+    def test_run_again_within_a_budget(self) -> None:
+        outcomes = []
+        for wrap in (lambda step: step, functools.partial(roam.compile, memory="60%")):
+            torch.manual_seed(0)
+            layers = [
+                [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Tanh()]
+                for _ in range(6)
+            ]
+            model = torch.nn.Sequential(*itertools.chain.from_iterable(layers))
+            step = wrap(lambda model, x: model(x).exp().mean().backward())
+            for x in images(4, 256, 8):
+                step(model, x)
+            outcomes.append(
+                tensors_and_numbers(model.state_dict(), [p.grad for p in model.parameters()])
+            )
+        assert_same_bits(*outcomes)
+        (captured,) = step._captures
+        choice = captured.runners[-1].choice
+        again = {choice.program.calls[number].name for number in choice.recomputation.calls}
+        assert any("batch_norm" in name for name in again)
+
+    def test_a_factor_of_the_users_own(self) -> None:
+        def script(wrap):
+            class Averaging(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.mean, self.variance = torch.zeros(4), torch.ones(4)
+                    self.scale = torch.nn.Parameter(torch.ones(4))
+                    self.count = 0
+
+                def forward(self, x):
+                    self.count += 1
+                    return functional.batch_norm(
+                        x, self.mean, self.variance, self.scale, None, True, 2 / (self.count + 1)
+                    )
+
+            model = Averaging()
+            losses = train(model, wrap, images(5, 3, 4), lambda model, x: model(x).exp().mean())
+            return [losses, model.mean, model.variance]
+
+        same_by_plan(script)
+
+
 EMBEDDINGS: dict[str, dict[str, Any]] = {
     "padded": {"padding_idx": 2},
     "renormed": {"max_norm": 0.5},

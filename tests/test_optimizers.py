@@ -713,6 +713,34 @@ class TestEntriesOfGroups:
         assert_same_bits(script(lambda step: step), script(roam.compile))
 
 
+class TestNoneInState:
+    """`load_state_dict` takes checkpoints in which there is no buffer yet."""
+
+    @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"nesterov": True}])
+    def test_a_buffer_that_the_step_makes(self, options: dict[str, Any]) -> None:
+        def without_buffers(optimizer: Any, place: int) -> None:
+            state = optimizer.state_dict()
+            if place in (2, 6):
+                state["state"] = {index: {"momentum_buffer": None} for index in state["state"]}
+            if place == 4:  # one of them is there
+                state["state"][1] = {"momentum_buffer": None}
+            if place in (2, 4, 6):
+                optimizer.load_state_dict(state)
+
+        make = lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)  # noqa: E731
+        step = check(make, steps=9, between=without_buffers)
+        assert [len(captured.runners) for captured in step._captures] == [2, 2, 2]
+
+    def test_a_buffer_that_nobody_needs(self) -> None:
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for parameter in model.parameters():
+                optimizer.state[parameter]["momentum_buffer"] = None
+            return optimizer
+
+        assert len(check(make, steps=4).plans) == 1
+
+
 class TestTensorRates:
     """Learning rates and betas that are tensors are read at every call, wherever they are then."""
 

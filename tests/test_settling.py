@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from steps import both, inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = namedtuple("Pair", "first second")
+STATE: Any = None
 
 
 class Trainer:
@@ -272,6 +274,110 @@ class TestWhatTheFirstCallSetsUp:
             assert refusal.value.code == "moved"
             assert torch.equal(weight, trainer.net.weight)
             assert not trainer.history
+
+
+class TestNoneThatTheStepReplaces:
+    """A state that the caller sets to None before a call, and that the step makes anew."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x, out: torch.zeros(4, 3), lambda x, out: out.detach() * 2, lambda x, out: out, lambda x, out: x,
+            lambda x, out: [out.detach(), torch.ones(3)], lambda x, out: {"h": (out.detach(), x)},
+            lambda x, out: (out.detach(), 2),
+        ],
+        ids=["constant", "detached", "history", "argument", "list", "dictionary", "pair"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_hold_what_eager_leaves_there(self, make: Any, every: int) -> None:
+        compiled = []
+
+        def script(wrap):
+            torch.manual_seed(0)
+            cell: Any = SimpleNamespace(state=None)
+            net = torch.nn.Linear(6, 3)
+
+            @wrap
+            def step(x):
+                out = net(x)
+                if cell.state is None:
+                    cell.state = make(x, out)
+                tensors = map(torch.as_tensor, torch.utils._pytree.tree_leaves(cell.state))
+                loss = out.square().mean() + sum(tensor.detach().sum() for tensor in tensors)
+                net.zero_grad()
+                loss.backward()
+                with torch.no_grad():
+                    net.weight.sub_(net.weight.grad)
+                return loss
+
+            returned = []
+            for place, x in enumerate(inputs(14)):
+                if place % every == 0:
+                    cell.state = None
+                returned.append(step(x))
+                left = torch.utils._pytree.tree_map_only(
+                    torch.Tensor, torch.Tensor.detach, cell.state
+                )
+                returned.append([left, type(cell.state) is list])
+            compiled.append(step)
+            return returned
+
+        both(script)
+        assert len(compiled[1]._captures) <= every
+
+    @pytest.mark.parametrize("place", ["global", "closure", "dictionary", "buffer"])
+    def test_may_be_anywhere(self, place: str) -> None:
+        compiled = []
+
+        def script(wrap):
+            torch.manual_seed(0)
+            net, held = torch.nn.Linear(6, 3), {"state": None}
+            state = None
+            if place == "buffer":
+                net.register_buffer("state", None)
+
+            def step(x):
+                global STATE
+                nonlocal state
+                if place == "global":
+                    STATE = net(x) if STATE is None else STATE * 2
+                    return STATE.detach().sum()
+                if place == "closure":
+                    state = net(x) if state is None else state * 2
+                    return state.detach().sum()
+                if place == "dictionary":
+                    held["state"] = net(x) if held["state"] is None else held["state"] * 2
+                    return held["state"].detach().sum()
+                net.state = net(x).detach() if net.state is None else net.state * 2
+                return net.state.sum()
+
+            global STATE
+            wrapped, returned = wrap(step), []
+            for x in inputs(11):
+                STATE = state = held["state"] = net.state = None
+                returned.append([wrapped(x), state is None, net.state_dict()])
+            compiled.append(wrapped)
+            return returned
+
+        both(script)
+        assert len(compiled[1]._captures) == 1
+
+    def test_objects_there_are_refused_in_the_end(self) -> None:
+        def does(self, x, out):
+            if self.made is None:
+                self.made = SimpleNamespace(shift=torch.zeros(3))
+            return (out + self.made.shift).sum()
+
+        trainer = Trainer(does)
+        step = roam.compile(trainer.step)
+        batches = inputs(9)
+        for x in batches[:8]:
+            trainer.made = None
+            step(x)
+        trainer.made = None
+        with pytest.raises(roam.CaptureError) as refusal:
+            step(batches[8])
+        assert refusal.value.code == "moved"
 
 
 class TestPlacesThatHoldOneTensor:

@@ -12,6 +12,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,65 @@ class TestLimit:
                 step(batch(4))
         assert "drop.p" in caplog.text
         assert "belongs in tensors, or in float arguments" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda net, place: setattr(net.drop, "p", place / 20), ("drop.p", "belongs in tensors")),
+            (lambda net, place: net.seen.update({place: place}), ("net.seen[", "belongs in tensors")),
+            (lambda net, place: net.lengths.append(place), ("net.lengths changed", "belongs in tensors")),
+            (lambda net, place: setattr(net, "made", SimpleNamespace(scale=2)), ("net.made", "best made once")),
+            (lambda net, place: place, ("args[1]", "make it a tensor")),
+            (lambda net, place: torch.nn.Linear(2, 2), ("args[1]", "call roam.compile anew for each")),
+            (lambda net, place: torch.ones(place), ("args[1]", "pad it to a few lengths")),
+        ],
+    )  # fmt: skip
+    def test_a_plan_for_every_call_is_told_once(
+        self,
+        change: Callable[[torch.nn.Module, int], Any],
+        told: tuple[str, str],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        net, optimizer = setting()
+        net.seen, net.lengths, net.made = {}, [], SimpleNamespace(scale=2)
+        plain = make_step(net, optimizer)
+
+        def train_step(ids: torch.Tensor, other: Any) -> torch.Tensor:
+            return plain(ids) * net.made.scale * len(net.seen) * len(net.lengths)
+
+        step = roam.compile(train_step)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for place in range(11):
+                other = change(net, place)
+                step(batch(4), other)
+                if other is not None:
+                    step(batch(4), None)  # a plan that is used again hides nothing
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith("train_step: 8 plans were made for one reason")
+        for text in told:
+            assert text in warning
+
+    def test_plans_that_are_used_again_bring_no_warning(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer))
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for length in range(2, 14):
+                step(batch(length))
+                step(batch(length))
+        assert len(step._captures) == 12
+        assert not caplog.records
+
+    def test_few_plans_bring_no_warning_for_each_that_is_dropped(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for length in (4, 5, 4, 5, 4, 5):
+                step(batch(length))
+        assert len(caplog.records) == 1
 
     def test_none_at_all_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_plans"):

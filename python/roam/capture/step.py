@@ -165,6 +165,9 @@ class Known:
     Attributes:
         numbers: paths of the Python numbers that the step changes.
         renewed: paths of the lists and dictionaries in whose place it puts others.
+        from_none: paths at which earlier calls found None and left tensors.
+        fresh: those of them at which later calls found None again, so that each such call makes the
+            tensors anew.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
@@ -182,6 +185,8 @@ class Known:
 
     numbers: set[str] = field(default_factory=set)
     renewed: set[str] = field(default_factory=set)
+    from_none: set[str] = field(default_factory=set)
+    fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
@@ -363,7 +368,7 @@ def capture_step(
         known = Known() if known is None else known
         known.regions.start()
         answers = Answers() if answers is None else answers
-        reads, settles = Reads(), None
+        reads, settles, from_none = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
         try:
             with marked_fakes() as are_left:
@@ -382,6 +387,7 @@ def capture_step(
                                 answers,
                                 reads,
                                 settles,
+                                from_none,
                             )
                     except _Settles as found:
                         settles = found
@@ -399,6 +405,7 @@ def capture_step(
                             raise change.refusal() from None
                         known.taker, settles = Taker(opens_no_more=True), None
         finally:
+            known.from_none |= from_none
             if are_left is None or are_left():
                 clear_fakes(known.caches)
 
@@ -413,6 +420,7 @@ def _captured(
     answers: Answers,
     reads: Reads,
     settles: _Settles | None,
+    from_none: set[str],
 ) -> CapturedStep:
     taker = known.taker
     taken = taker.take(args, kwargs)
@@ -438,6 +446,7 @@ def _captured(
             settles is not None,
             reliance,
             answers,
+            from_none,
         )
         programs = tracer.live_programs() if floats else None
         if programs is None:
@@ -626,6 +635,8 @@ class _Tracer:
     """What its traces rely on without holding it."""
     answers: Answers
     """What they take for granted where the code goes on either way."""
+    from_none: set[str]
+    """Gets the paths at which the step found None and left tensors."""
 
     @interrupts_wait()
     def programs(
@@ -657,6 +668,7 @@ class _Tracer:
             self.args,
             self.kwargs,
             self.known.numbers,
+            self.known.fresh,
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             remembered=self.known.kernels,
@@ -723,6 +735,12 @@ class _Tracer:
                         f"{moved[0]}; {remedy}",
                         code="moved",
                     )
+                    if from_none := inside.made_from_none() - self.known.fresh:
+                        if from_none <= self.known.from_none:
+                            self.known.fresh |= from_none
+                            self.known.renewed |= from_none  # of those that are lists
+                            raise _Renews
+                        self.from_none.update(from_none)
                     if settings is not None:
                         raise _Settles(settings, programs[0], refusal)
                     renewed = inside.renewed() - self.known.renewed

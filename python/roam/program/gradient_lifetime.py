@@ -20,6 +20,7 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
     up; or all gradients, if the caller asks for that.
     """
     referenced = {reference.path for reference, _ in program.referenced}
+    found = {reference.path for reference, _ in program.plain_before}
     used_up = set() if keep_grads else _used_up(program)
     rebinds = []
     for reference, slot in program.rebinds:
@@ -30,6 +31,8 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
             program.dropped.append(reference)
         elif isinstance(reference, (ArgumentReference, AttributeReference, EntryReference)):
             continue  # guarded with the arguments, or it may hold anything before
+        elif reference.path in found:
+            continue  # None, mostly, which is guarded as a plain value
         elif reference.path not in referenced and program.slots[slot] is not None:
             program.absent.append(reference)
     program.rebinds = rebinds

@@ -4,7 +4,7 @@ a call, and the least recently used is dropped.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roam.capture.step import CapturedStep
 from roam.state.arguments import Taker
+from roam.state.equality import Difference
 from roam.state.guards import Guards, argument_key
 
 
@@ -25,8 +26,8 @@ _FEW = 4
 """If there are more plans than this for each kind of arguments on average, something else than the
 arguments is the reason for their number."""
 MANY = 8
-"""How many plans made for one reason bring a warning."""
-BUCKETS = (
+"""How many plans made for one reason, each of which has run once, bring a warning."""
+_BUCKETS = (
     "Where values of tensors decide shapes, pad to a few shapes (bucketing); read numbers that are "
     "only counted or shown by x.item(), not by int(x)"
 )
@@ -62,6 +63,12 @@ class Captures(Sequence[Captured[R]]):
         self.most = most
         self.dropped = 0
         """How many have been dropped."""
+        self._once: dict[Captured[R], str] = {}
+        """Those that no later call has used, each with the place that it was made for."""
+        self._made_once: Counter[str] = Counter()
+        """For each place, how many such captures there have been, dropped ones too."""
+        self._told: set[str] = set()
+        """Places of which the user has been warned."""
         self._captures: OrderedDict[Captured[R], None] = OrderedDict()
         self._by_key: dict[tuple[Hashable, ...], list[Captured[R]]] = {}
 
@@ -112,15 +119,28 @@ class Captures(Sequence[Captured[R]]):
             if not self._by_key[dropped.key]:
                 del self._by_key[dropped.key]
             self.dropped += 1
+            self._once.pop(dropped, None)
         self._captures[captured] = None
+        place = _place_of(captured.reason)
+        self._once[captured] = place
+        self._made_once[place] += 1
         self._by_key.setdefault(captured.key, []).insert(0, captured)
         return dropped
 
     def repeats(self, captured: Captured[R]) -> bool:
-        """Whether, with this capture, just so many have been made for the same reason that a
-        warning is due.
+        """Whether, with this capture, so many have been made because of one thing, none of which a
+        later call has used, that a warning is due.
         """
-        return sum(other.reason == captured.reason for other in self) == MANY
+        return self._made_once[_place_of(captured.reason)] >= MANY and self.is_news(captured)
+
+    def is_news(self, captured: Captured[R]) -> bool:
+        """Whether the user has had no warning yet of what this capture was made for; now there is
+        to be one.
+        """
+        place = _place_of(captured.reason)
+        is_told = place in self._told
+        self._told.add(place)
+        return not is_told
 
     def advice(self) -> str:
         """What the user can do about many captures, judged by what differs between them."""
@@ -131,13 +151,18 @@ class Captures(Sequence[Captured[R]]):
         if place < 0 or counts[place] * _FEW < len(keys):
             return (
                 "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with. "
-                f"{BUCKETS}"
+                f"Objects that the step reads are best made once, before the first call. {_BUCKETS}"
             )
-        path, is_tensor = newest.step.arguments.described()[place]
-        if is_tensor:
+        path, kind = newest.step.arguments.described()[place]
+        if kind == "tensor":
             return (
                 f"{path} has come in {counts[place]} kinds lately: pad it to a few lengths, or keep more plans by "
                 f"roam.compile(max_plans=...)"
+            )
+        if kind == "object":
+            return (
+                f"{path} has been {counts[place]} different objects lately, and a plan is for one object, which it keeps alive: pass "
+                "the same one to all calls, or, to train one model after another, call roam.compile anew for each"
             )
         return (
             f"{path} has come with {counts[place]} values lately: make it a tensor, or a float that the step only calculates "
@@ -145,12 +170,20 @@ class Captures(Sequence[Captured[R]]):
         )
 
     def _use(self, captured: Captured[R]) -> None:
+        place = self._once.pop(captured, None)
+        if place is not None:
+            self._made_once[place] -= 1
         with suppress(LookupError, ValueError):  # another thread has just dropped it
             self._captures.move_to_end(captured)
             alike = self._by_key[captured.key]
             if alike[0] is not captured:
                 alike.remove(captured)
                 alike.insert(0, captured)
+
+
+def _place_of(reason: str) -> str:
+    """What is equal for reasons that differ only in values."""
+    return reason.place if isinstance(reason, Difference) else reason
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:

@@ -32,7 +32,7 @@ from roam.report.communication import Communication
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
-from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
+from roam.runtime.captures import MANY, Captured, Captures, call_key
 from roam.runtime.cuda_graph import refuse_graph
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
@@ -701,19 +701,18 @@ class Step:
             "%s: captured and planned in %.2f s for %s, because %s; %d of at most %d plans kept",
             runners[-1].name, timings.total_s, step.arguments, reason, len(self._captures), self._captures.most,
         )  # fmt: skip
-        if dropped is not None and (self._captures.dropped - 1) % self._captures.most == 0:
+        is_due = dropped is not None and (self._captures.dropped - 1) % self._captures.most == 0
+        if is_due and self._captures.is_news(captured):
             logger.warning(
                 "this step has plans for %d kinds of calls and the least recently used is dropped for another: %s. %s",
                 self._captures.most, reason, self._captures.advice(),
             )  # fmt: skip
         if self._captures.repeats(captured):
             logger.warning(
-                "%s: %d plans were made for one reason: %s. %s",
-                runners[-1].name,
-                MANY,
-                reason,
-                BUCKETS,
-            )
+                "%s: %d plans were made for one reason, and no later call could use them: %s. Making a plan takes longer than "
+                "running the step. %s",
+                self._name, MANY, reason, self._captures.advice(),
+            )  # fmt: skip
         for runner in captured.runners:
             if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
                 return captured, runner

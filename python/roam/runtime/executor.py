@@ -28,6 +28,13 @@ from roam.runtime.first_run import Check
 from roam.runtime.pool import Pool
 from roam.runtime.streams import Streams
 
+aten = torch.ops.aten
+_NEVER_FAIL = {
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.zero_.default, aten.fill_.Scalar,
+    aten.copy_.default,
+}  # fmt: skip
+"""Operators that raise nothing where shapes and dtypes are those of the capture."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -290,9 +297,56 @@ class Executor:
                     changed[path] = None
         return list(changed)
 
+    def missing_before(self, failure: Failure) -> list[Call] | None:
+        """Calls that write to tensors from before the step, and that eager PyTorch, in which this
+        call fails too, has run by then, while the plan has not. None if running these would not
+        leave those tensors and the random generators as eager PyTorch does.
+
+        Whether another call that has not run yet would fail first, nobody knows. So between it and
+        the failing one no call may write to such a tensor or draw a number.
+        """
+        program, done = self.program, set(self.bindings.order[: failure.step])
+        failed = self.bindings.order[failure.step]
+        given = {slot for _, slot in self._referenced_tensors()}
+        there = set(map(program.storage_of, given))
+        lasting = {
+            index
+            for index, call in enumerate(program.calls)
+            if call.random or not there.isdisjoint(map(program.storage_of, call.mutates))
+        }
+        if failed in lasting or any(index > failed for index in done & lasting):
+            return None
+        missing = [index for index in range(failed) if index in lasting - done]
+        unsure = next(
+            (
+                index
+                for index in range(failed)
+                if index not in done and index not in lasting and not _is_view(program, index)
+            ),
+            failed,
+        )
+        if any(unsure < index < failed for index in lasting):
+            return None
+        calls = [program.calls[index] for index in missing]
+        are_sure = all(
+            call.target in _NEVER_FAIL and given.issuperset(call.refs()) for call in calls
+        )
+        return calls if are_sure else None
+
     def _referenced_tensors(self) -> list[tuple[Any, int]]:
         return [
             (reference, slot)
             for reference, slot in self.program.referenced
             if self.program.slots[slot] is not None
         ]
+
+
+def _is_view(program: Program, index: int) -> bool:
+    """Whether a call does nothing but make views, which depends on shapes alone."""
+    call = program.calls[index]
+    return not call.mutates and all(
+        slot is not None
+        and program.slots[slot] is not None
+        and program.storages[program.storage_of(slot)].creator != index
+        for slot in call.outputs
+    )

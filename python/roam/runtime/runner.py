@@ -33,7 +33,7 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
-from roam.state.equality import MISSING, same, show
+from roam.state.equality import MISSING, Difference, changed, same, show
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -195,13 +195,14 @@ class Runner:
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return (
+                return Difference(
                     f"{reference.path} is {show(number)} now, for which the step does "
-                    "something else"
+                    "something else",
+                    reference.path,
                 )
         for reference, value in self._program.plain_before:
             if not same(value, reference.get()):
-                return f"{reference.path} changed from {show(value)} to {show(reference.get())}"
+                return changed(reference.path, show(value), show(reference.get()))
         return None
 
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
@@ -566,7 +567,7 @@ class Runner:
         if isinstance(error, CheckFailed):
             restored = self._restored_by(failure.call)
             changed = [path for path in changed if path not in restored]
-        where = f"{failure.call.name} at {failure.call.source}"
+        where, cause = f"{failure.call.name} at {failure.call.source}", str(error).removesuffix(".")
         if not changed:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -594,9 +595,15 @@ class Runner:
                 return error
             advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(
-                f"{where} failed: {error}. Nothing had been updated yet; fix the cause and {advice}",
+                f"{where} failed: {cause}. Nothing had been updated yet; fix the cause and {advice}",
                 code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
+            )  # fmt: skip
+        if not isinstance(error, ExecutionError) and self._leaves_what_eager_leaves(failure):
+            return ExecutionError(
+                f"{where} failed: {cause}. Before that the step has updated {listed(changed)}, as it does in eager PyTorch. All is as "
+                "eager PyTorch leaves it; fix the cause or leave this batch out, and go on",
+                code="failed_as_eager", operator=failure.call.name, source=str(failure.call.source),
             )  # fmt: skip
         references = [
             (reference, local_of(reference.get()))
@@ -610,13 +617,50 @@ class Runner:
         else:  # the next call brings arguments of its own
             advice = ""
         partial = ExecutionError(
-            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}{advice}",
+            f"{where} failed: {cause}. Already updated, perhaps in part: {listed(changed)}{advice}",
             code="torn", operator=failure.call.name, source=str(failure.call.source),
         )  # fmt: skip
         partial.__cause__ = error
         return PartialUpdate(
             partial, [(reference, tensor, version_of(tensor)) for reference, tensor in references]
         )
+
+    def _leaves_what_eager_leaves(self, failure: Failure) -> bool:
+        """After a step has failed that has changed something: leaves the state as eager PyTorch
+        does. False if that cannot be done, or cannot be proved.
+        """
+        program, number = self._program, self._number(failure)
+        is_simple = not (
+            self._groups
+            or self._device.type != "cpu"
+            or self._has_checks
+            or self.choice.recomputation is not None
+            or any(isinstance(reference, GradientReference) for reference in self._consumed)
+            or program.plain_state
+            or program.flags
+            or program.detached
+            or program.reshaped
+            or program.synced
+            or program.assigned()
+            or any(host_call.position <= number for host_call in program.after)
+            or any(call.skip_if is not None for call in program.calls[:number])
+        )
+        # What the step puts into a place, it puts there once it has made it.
+        made = {slot for call in program.calls[number:] for slot in call.outputs}
+        if not is_simple or any(slot not in made for _, slot in program.rebinds):
+            return False
+        missing = self._executor.missing_before(failure)
+        places = {
+            slot: reference
+            for reference, slot in program.referenced
+            if not isinstance(reference, ArgumentReference)
+        }
+        if missing is None or any(slot not in places for call in missing for slot in call.refs()):
+            return False
+        values = {slot: local_of(places[slot].get()) for call in missing for slot in call.refs()}
+        for call in missing:
+            call.run(values)
+        return True
 
     def _number(self, failure: Failure) -> int:
         """The number of the call that a run stopped at."""

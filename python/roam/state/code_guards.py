@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, show
+from roam.state.equality import MISSING, changed, show
 from roam.state.library_code import is_library, is_library_code
 from roam.state.reach import Reach
 from roam.torch_compat.private import FakeTensor
@@ -198,12 +198,12 @@ class Reliance:
         if list(map(len, self._tables)) != self._sizes:
             for kind, names in zip(self._classes, self._names, strict=True):
                 if added := [name for name in _function_names(kind) if name not in names]:
-                    return f"{kind.__qualname__}.{added[0]} changed from nothing to a function"
+                    return changed(f"{kind.__qualname__}.{added[0]}", "nothing", "a function")
             self._sizes = list(map(len, self._tables))
         if list(map(type, self._just_objects)) != self._kinds:
             for (path, value), kind in zip(self._objects, self._kinds, strict=True):
                 if type(value) is not kind:
-                    return f"the class of {path} changed from {show(kind)} to {show(type(value))}"
+                    return changed(f"the class of {path}", show(kind), show(type(value)))
         return self._environment_failure()
 
     def _replaced(self) -> str:
@@ -212,7 +212,7 @@ class Reliance:
             for name in names:
                 before, now = next(expected), holder.get(name, MISSING)
                 if now is not before:
-                    return f"{path}.{name} changed from {show(before)} to {show(now)}"
+                    return changed(f"{path}.{name}", show(before), show(now))
         return "functions of a library were replaced while they were compared"
 
     def _environment_failure(self) -> str | None:
@@ -221,7 +221,9 @@ class Reliance:
             return "the environment variables changed, and the step reads all of them"
         for name, expected in self._variables.items():
             if (now := data.get(name, MISSING)) != expected:
-                return f"the environment variable {os.fsdecode(name)} changed from {show(expected)} to {show(now)}"
+                return changed(
+                    f"the environment variable {os.fsdecode(name)}", show(expected), show(now)
+                )
         return None
 
 

@@ -155,6 +155,29 @@ def same_elements(expected: Any, value: Any) -> bool:
     return len(expected) == len(value) and all(map(same, expected, value))
 
 
+class Difference(str):
+    """What a plan was not made for, in words.
+
+    Attributes:
+        place: what differs, without the values: equal for differences of one kind at one place.
+    """
+
+    place: str
+
+    def __new__(cls, text: str, place: str) -> Difference:
+        self = super().__new__(cls, text)
+        self.place = place
+        return self
+
+    def __reduce__(self) -> tuple[type[Difference], tuple[str, str]]:
+        return Difference, (str(self), self.place)
+
+
+def changed(place: str, before: str, now: str) -> Difference:
+    """The difference that something at a place is another value now."""
+    return Difference(f"{place} changed from {before} to {now}", place)
+
+
 def show(value: object) -> str:
     """A short text for a value in a message; the user's own ``repr`` is never called."""
     if value is MISSING:

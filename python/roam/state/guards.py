@@ -17,7 +17,7 @@ import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -28,6 +28,8 @@ from roam.state.code_guards import Reliance
 from roam.state.containers import ArraySpace, MappingSpace, SequenceSpace, SetSpace
 from roam.state.equality import (
     MISSING,
+    Difference,
+    changed,
     is_hashed_by_value,
     is_numpy_array,
     is_plain,
@@ -197,7 +199,7 @@ class Guards:
         """
         for name, read, expected in self._ambient:
             if read() != expected:
-                return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
+                return changed(f"PyTorch's {name}", show(expected), show(read()))
         return (
             self._object_failure()
             or self._bulk.failure()
@@ -282,7 +284,7 @@ class Guards:
             return None
         for (path, _), kind, expected in zip(self._objects, now, self._shapes, strict=False):
             if kind is not expected:
-                return f"the class of {path} changed from {show(expected)} to {show(kind)}"
+                return changed(f"the class of {path}", show(expected), show(kind))
         return "an object that the step reads has another __dict__ than before"
 
     def _single_failure(self) -> str | None:
@@ -324,7 +326,7 @@ class Guards:
         for path, space, key, expected in self._replaceable:
             value = space.get(key)
             if not issubclass(type(value), torch.Tensor):
-                return f"{path} changed from a tensor to {show(value)}"
+                return changed(path, "a tensor", show(value))
             if metadata_of(value) != expected:
                 return metadata_change(path, expected, metadata_of(value))
         return None
@@ -375,7 +377,7 @@ class _SpaceCheck:
             if not same(old, key):
                 break
             if not self._is_same(key, expected, value):
-                return f"{space.label(key)} changed from {_show(expected)} to {show(value)}"
+                return changed(space.label(key), _show(expected), show(value))
         else:
             if len(items) == len(self.expected):
                 return None
@@ -410,13 +412,13 @@ class _SpaceCheck:
     def _key_change(self, items: Items) -> str:
         space = self.space
         if isinstance(space, SequenceSpace):
-            return f"{space.path} changed from {len(self.expected)} to {len(items)} entries"
+            return changed(space.path, str(len(self.expected)), f"{len(items)} entries")
         for key, value in items:
             if not any(same(old, key) for old, _ in self.expected):
-                return f"{space.label(key)} changed from nothing to {show(value)}"
+                return Difference(changed(space.label(key), "nothing", show(value)), space.path)
         for old, expected in self.expected:
             if not any(same(old, key) for key, _ in items):
-                return f"{space.label(old)} changed from {_show(expected)} to nothing"
+                return Difference(changed(space.label(old), _show(expected), "nothing"), space.path)
         return f"the entries of {space.path} changed their order"
 
 
@@ -529,9 +531,21 @@ class ArgGuard:
         ]
         return ", ".join(shown) or "no tensors"
 
-    def described(self) -> list[tuple[str, bool]]:
-        """How a reader would write each of the flattened arguments, and whether it is a tensor."""
-        return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
+    def described(self) -> list[tuple[str, Literal["tensor", "value", "object"]]]:
+        """How a reader would write each of the flattened arguments, and what it is: a tensor, a
+        value that is compared, or an object that has to be the same.
+        """
+        return [
+            (
+                path,
+                "tensor"
+                if isinstance(expected, _Leaf)
+                else "value"
+                if expected is _LIVE or is_plain(expected)
+                else "object",
+            )
+            for path, expected in self._leaves
+        ]
 
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None if the plan of the captured call fits this one too, else the first difference. The
@@ -547,7 +561,7 @@ class ArgGuard:
         for (path, expected), value in zip(self._leaves, leaves, strict=True):
             if isinstance(expected, _Leaf):
                 if not issubclass(type(value), torch.Tensor):
-                    return f"{path} changed from a tensor to {show(value)}"
+                    return changed(path, "a tensor", show(value))
                 if metadata_of(value) != expected.metadata:
                     return metadata_change(path, expected.metadata, metadata_of(value))
                 if expected.is_received and _gradient(value) != expected.gradient:
@@ -557,9 +571,9 @@ class ArgGuard:
                     )
             elif expected is _LIVE:
                 if type(value) is not float:
-                    return f"{path} changed from a float to {show(value)}"
+                    return changed(path, "a float", show(value))
             elif not same(expected, _leaf(value)):
-                return f"{path} changed from {show(expected)} to {show(value)}"
+                return changed(path, show(expected), show(value))
         if self._held_by_state(taken) != self._held:
             return "the step's state holds other objects among the arguments than before, or none"
         if self._alias(leaves) != self._aliasing:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.equality import same, show
+from roam.state.equality import changed, same, show
 from roam.torch_compat.private import (
     c_pointer,
     gradient_hooks_of,
@@ -108,7 +108,7 @@ def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...
     what, old, new = next(
         item for item in zip(_NAMES, expected, actual, strict=True) if item[1] != item[2]
     )
-    return f"the {what} of {path} changed from {show(old)} to {show(new)}"
+    return changed(f"the {what} of {path}", show(old), show(new))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -206,6 +206,24 @@ class Snapshot:
                 }
         return found
 
+    def made_from_none(self) -> set[str]:
+        """The paths of the changes of which `moved` tells, if all of them are tensors, or lists,
+        tuples and dictionaries with tensors, where None was.
+        """
+        found: set[str] = set()
+        reasons = 0
+        for place, items in self._own_holders():
+            if not place.guarded or not (changes := self._changes(place, items)):
+                continue
+            reasons += len(changes)
+            if place.space.takes_others:
+                found |= {
+                    place.space.label(key)
+                    for key, value in place.space.items()
+                    if _entry(items, key) is None and _is_nest_of_tensors(value)
+                }
+        return found if len(found) == reasons == len(self.moved()) else set()
+
     def renewed(self) -> set[str]:
         """Among the changes of which `moved` tells: paths of the lists and dictionaries that others
         have replaced, which differ from them only by tensors.
@@ -405,6 +423,17 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
             id(part) for part in frozenset.__iter__(old)
         }
     return False
+
+
+def _is_nest_of_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or is made of tensors, plain values and containers."""
+    kind = type(value)
+    if kind in (list, tuple, dict):
+        parts = list(value.values() if kind is dict else value)
+        return any(map(_is_nest_of_tensors, parts)) and all(
+            is_plain(part) or _is_nest_of_tensors(part) for part in parts
+        )
+    return isinstance(value, torch.Tensor)
 
 
 def _entry(items: Items, key: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.containers import FrozenSpace
-from roam.state.equality import MISSING, show
+from roam.state.equality import MISSING, changed, show
 from roam.state.references import (
     GradientReference,
     OptimizerReference,
@@ -98,7 +98,7 @@ class StateGuard:
             if tensor is MISSING:
                 return f"{reference.path} does not exist yet"
             if not isinstance(tensor, torch.Tensor):
-                return f"{reference.path} changed from a tensor to {show(tensor)}"
+                return changed(reference.path, "a tensor", show(tensor))
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or (
                 tensor.layout is not torch.strided or tensor.stride() != strides
             ):

@@ -5,6 +5,7 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 
@@ -41,6 +42,11 @@ class TraceContext(Protocol):
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records arithmetic on numbers that change from step to step."""
+
+    def carried(self, number: Any) -> AbstractContextManager[float]:
+        """A plain float for a block in which code in C++ hands the number on to one operator as it
+        is; the operator is recorded with the number itself.
+        """
 
     def generator_call(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = None

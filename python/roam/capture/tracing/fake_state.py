@@ -12,7 +12,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ from roam.state.metadata import layout_over_devices
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
+    AttributeReference,
     OptimizerReference,
     PlaceReference,
     RateReference,
@@ -85,6 +86,7 @@ class FakeState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         changing: set[str] | None = None,
+        fresh: Collection[str] = (),
         *,
         taker: Taker | None = None,
         asks_kernels: bool = False,
@@ -99,6 +101,7 @@ class FakeState:
             reach, args, kwargs: what the step can get at, and its arguments.
             changing: paths of Python numbers that the step keeps and changes, which are live; more
                 may come.
+            fresh: paths at which the step makes tensors if it finds None.
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, if the
                 step is of real tensors.
@@ -141,6 +144,15 @@ class FakeState:
         """References to the numbers that the step keeps and changes outside of optimizers' state;
         some may hold none yet.
         """
+        self.fresh = [
+            AttributeReference(place.space, key, place.space.label(key))
+            for place in (reach.places if fresh else ())
+            if place.guarded
+            for key, value in place.space.items()
+            if value is None and place.space.label(key) in fresh
+        ]
+        """References to the None in whose place the step puts tensors. Calls find None there again,
+        or another plan is for them."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]

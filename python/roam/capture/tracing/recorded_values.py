@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -111,6 +112,8 @@ class Values(Slots):
         self._answers = answers
         self._seen: dict[int, float] = {}
         """For each slot of a number, its value in a watched run."""
+        self._carried: dict[float, tuple[Any, bool]] = {}
+        """Plain floats that stand for live numbers, and whether an operator has got one."""
         self._slices = Slices(self.program)
         self._number_of = number_of
         self._forms: dict[str, ComputedGuard] = {}
@@ -227,6 +230,33 @@ class Values(Slots):
             with suppress(ArithmeticError, ValueError, TypeError):
                 self._seen[live.node.slot] = function(*values)
         return live
+
+    @contextmanager
+    def carried(self, number: Any) -> Iterator[float]:
+        """A plain float for a block in which code in C++ hands the number on to one operator as it
+        is; the operator is recorded with the number itself.
+        """
+        carrier = math.ldexp(1.0 + len(self.program.slots) / 2**30, -900)
+        self._carried[carrier] = number, False
+        try:
+            yield carrier
+            if not self._carried[carrier][1]:
+                self.refuse(
+                    "a number that changes from call to call is given to a function that does not "
+                    "take it as it is; pass a constant, or calculate with tensors",
+                    code="value_reached_python",
+                )
+        finally:
+            del self._carried[carrier]
+
+    def _delivered(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An operator's arguments with the numbers that carriers among them stand for."""
+        found = list(args)
+        for place, value in enumerate(args):
+            if type(value) is float and value in self._carried:
+                found[place] = number = self._carried[value][0]
+                self._carried[value] = number, True
+        return tuple(found)
 
     def forget_arithmetic(self) -> None:
         """Does later arithmetic again, whatever has been calculated before: that may be left out of

@@ -264,6 +264,8 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
+        for fresh in fake_state.fresh:
+            fresh.set(None)
         reductions.taken_back()
         if has_parts:
             forget_layouts()
@@ -1182,11 +1184,32 @@ def _attribute_endings(
             fake_state.reach.reads.keep(key, name)
             raise ReadMore
         program.overwritten.append(reference)
-        if not entries or entries[0][0] is not reference:
-            program.plain_state.append(
-                (reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
+        _leave_nest(program, reference, skeleton, entries)
+    for reference in fake_state.fresh:
+        value = reference.get()
+        if value is None:
+            continue
+        skeleton, entries = _nest(recorder, reference, value, shared)
+        if skeleton is MISSING:
+            error = CaptureError(
+                f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from None to "
+                f"{show(value)}; return the value, and change the state outside of the step",
+                code="moved",
             )
-        program.rebinds += entries
+            error.settles = True
+            raise error
+        _leave_nest(program, reference, skeleton, entries)
+
+
+def _leave_nest(
+    program: Program, reference: AttributeReference, skeleton: Any, entries: list[tuple[Any, int]]
+) -> None:
+    """Has runs put what `_nest` found into its place."""
+    if not entries or entries[0][0] is not reference:
+        program.plain_state.append(
+            (reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
+        )
+    program.rebinds += entries
 
 
 def _known_objects(fake_state: FakeState) -> set[int]:
