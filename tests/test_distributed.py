@@ -717,6 +717,39 @@ def test_what_no_plan_can_reduce_is_refused(
     assert error.value.code == code
 
 
+def hook_in_python(net: Any) -> None:
+    net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def hook_in_c(net: Any) -> None:
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def hook_on_buffers(net: Any) -> None:
+    net._register_buffer_comm_hook(None, lambda state, buffers: None)
+
+
+def by_hand(net: Any) -> None:
+    net.require_manual_backward_finalization = True
+
+
+@pytest.mark.parametrize("change", [hook_in_python, hook_in_c, hook_on_buffers, by_hand])
+def test_what_changes_a_reducer_after_the_plan_was_made_is_refused(
+    tmp_path: Any, change: Callable[[Any], None]
+) -> None:
+    with alone(tmp_path):
+        net, optimizer = small_ddp()
+        step = roam.compile(clipped)
+        for number in range(3):
+            step(net, optimizer, batch(0, number))
+        change(net)
+        before = state_of(net, optimizer)
+        with pytest.raises(roam.CaptureError) as error:
+            step(net, optimizer, batch(0, 3))
+        assert error.value.code == OPTION
+        assert differences(before, state_of(net, optimizer)) == []
+
+
 def test_the_first_step_of_ddp_runs_eagerly(tmp_path: Any) -> None:
     with alone(tmp_path):
         net, optimizer = small_ddp()

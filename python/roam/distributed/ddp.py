@@ -17,6 +17,7 @@ import torch
 
 from roam.torch_compat.private import (
     broadcast_buckets,
+    comm_hook_of,
     ddp_parameters,
     disable_current_modes,
     is_ddp,
@@ -74,7 +75,7 @@ def unsupported(ddp: Any) -> str | None:
         return "it is called under join()"
     if hasattr(ddp, "buffer_hook"):
         return "it has a hook on its buffers' communication"
-    if data_of(ddp).get("comm_hook"):
+    if comm_hook_of(ddp):
         return "it has a communication hook"
     return None
 

@@ -15,6 +15,7 @@ from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
+from roam.distributed.ddp import unsupported
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
@@ -189,6 +190,10 @@ class Runner:
         for group in self._groups:
             if (failure := group.failure()) is not None:
                 return failure
+        for module, _ in self._program.synced:
+            # A reducer's hook is in C++, where no guard sees it.
+            if (failure := unsupported(module)) is not None:
+                return f"a DistributedDataParallel of the step has changed: {failure}"
         for reference, comparison, constants, answer in self._program.decisions:
             number = reference.get()
             if (
