@@ -6,6 +6,7 @@ bits of a sum depend on where in its buffer an element lies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import io
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -860,6 +862,27 @@ def without_memory_for_the_pool(rank: int, world: int) -> None:
     step(net, optimizer, batch(rank, 3))
 
 
+def refused_before_its_run(rank: int, world: int) -> None:
+    """A run that cannot begin, since two arguments of rank 1 share memory unknown to PyTorch."""
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        loss = reduced(net, optimizer, x)
+        sums += x.sum(0)
+        return loss
+
+    net, optimizer = small()
+    compiled = roam.compile(step)
+    for number in range(3):
+        compiled(net, optimizer, batch(rank, number), torch.zeros(16))
+    x = batch(rank, 3)
+    if rank == 1:
+        array = x.numpy()
+        with pytest.raises(roam.ExecutionError) as error:
+            compiled(net, optimizer, torch.from_numpy(array), torch.from_numpy(array[0]))
+        assert error.value.code == "sharing"
+    compiled(net, optimizer, x, torch.zeros(16))
+
+
 DIFFER, LEFT = "collectives_differ", "rank_left"  # error codes
 LEFT_S = 30
 """When one rank has left, all others have an error within so many seconds."""
@@ -876,6 +899,7 @@ LEFT_S = 30
         ),
         (raising_in_the_run, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
         (without_memory_for_the_pool, {LEFT}, "none is left"),
+        (refused_before_its_run, {LEFT}, "with the same memory"),
         (other_version_on_one, {DIFFER}, "ranks run different versions: roam .* and roam "),
     ],
 )
@@ -909,7 +933,7 @@ def test_groups_are_compared_all_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(agreement, "resolve_group", lambda name: name)
     monkeypatch.setattr(agreement, "store_of", stores.get)
-    monkeypatch.setattr(agreement, "_process_of", lambda _: None)
+    monkeypatch.setattr(agreement, "_end_of", lambda _: "")
     monkeypatch.setattr(time, "sleep", others_come)
     agreement.begin({group: [["allreduce_", "a.py:1"]] for group in groups}, is_new=True)
     assert looks == [True]
@@ -985,6 +1009,38 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Any, function: Callable
         two.kill()
     assert (how, gone) == ("raised", "gone"), told
     assert told[0] in ("ExecutionError", "RuntimeError"), told
+
+
+def ended_on_another_machine(rank: int, world: int) -> None:
+    """Rank 1 ends by an exception in a step without collectives."""
+    agreement._machine = lambda: f"machine {rank}"
+    net, optimizer = small()
+    step = roam.compile(reduced)
+    for number in range(3):
+        step(net, optimizer, batch(rank, number))
+    if rank == 1:
+        looking_up = roam.compile(lambda x, places: x[places].sin())
+        looking_up(batch(rank, 3), torch.tensor([1]))
+        try:
+            looking_up(batch(rank, 3), torch.tensor([100]))
+        except roam.ExecutionError as error:
+            sys.last_value = error  # as the interpreter sets it
+        atexit._run_exitfuncs()
+        time.sleep(LEFT_S)  # until the process is gone, the group knows nothing
+    step(net, optimizer, batch(rank, 3))
+
+
+def test_ranks_hear_of_an_end_on_another_machine(tmp_path: Any) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(ended_on_another_machine)
+        assert two._pipes[0].poll(LEFT_S)
+        how, (kind, code, trace) = two._pipes[0].recv()
+    finally:
+        two.kill()
+    assert (how, kind, code) == ("raised", "ExecutionError", LEFT), trace
+    assert "rank 1 has left: its process" in trace
+    assert "out of bounds" in trace
 
 
 class Trainer:

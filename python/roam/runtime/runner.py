@@ -252,18 +252,21 @@ class Runner:
                 "(step.plan), and run on a group of processes",
                 code="fake_group",
             )
-        leaves = self._taker.take(args, kwargs).leaves
-        inputs = self._inputs.read(leaves)
-        self._check_inputs(inputs)
-        if (busy := unsettled()) is not None:
-            raise ExecutionError(
-                f"an earlier step failed on this rank, and {busy} may still write into its "
-                f"memory; {AGAIN}",
-                code="rank_left",
-            )
-        flagged = [(_held(self._references[place], leaves), flag) for place, flag in self._flags]
-        sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
-        detached = [inputs[place] for place in self._detached]
+        with self._telling():
+            leaves = self._taker.take(args, kwargs).leaves
+            inputs = self._inputs.read(leaves)
+            self._check_inputs(inputs)
+            if (busy := unsettled()) is not None:
+                raise ExecutionError(
+                    f"an earlier step failed on this rank, and {busy} may still write into its "
+                    f"memory; {AGAIN}",
+                    code="rank_left",
+                )
+            flagged = [
+                (_held(self._references[place], leaves), flag) for place, flag in self._flags
+            ]
+            sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
+            detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
         kept = (
             [(reference, reference.get()) for reference in self._ignored]
@@ -368,7 +371,9 @@ class Runner:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """In the block, the other ranks are told of what fails: they may wait for this one."""
+        """In the block, the other ranks are told of what fails: their runs may have begun, and wait
+        for this one's.
+        """
         try:
             yield
         except BaseException as error:
