@@ -822,6 +822,23 @@ def raising_in_the_run(rank: int, world: int) -> None:
         compiled(net, optimizer, batch(rank, number), places)
 
 
+def raising_before_a_scatter(rank: int, world: int) -> None:
+    """Rank 0 waits for parts of sums, for which gloo waits without a time limit."""
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, places: torch.Tensor) -> Any:
+        loss = backward(net, optimizer, x[places])
+        part = torch.empty(8 // world)
+        dist.reduce_scatter_tensor(part, net[2].bias.grad)
+        optimizer.step()
+        return loss, part
+
+    net, optimizer = small()
+    compiled = roam.compile(step)
+    for number in range(4):
+        places = torch.arange(6) + (7 if rank == 1 and number == 3 else 0)
+        compiled(net, optimizer, batch(rank, number), places)
+
+
 def killed(rank: int, world: int) -> None:
     net, optimizer = small_ddp()
     step = roam.compile(clipped)
@@ -898,6 +915,7 @@ LEFT_S = 30
             "_allgather_base_",
         ),
         (raising_in_the_run, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
+        (raising_before_a_scatter, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
         (without_memory_for_the_pool, {LEFT}, "none is left"),
         (refused_before_its_run, {LEFT}, "with the same memory"),
         (other_version_on_one, {DIFFER}, "ranks run different versions: roam .* and roam "),
@@ -1041,6 +1059,37 @@ def test_ranks_hear_of_an_end_on_another_machine(tmp_path: Any) -> None:
     assert (how, kind, code) == ("raised", "ExecutionError", LEFT), trace
     assert "rank 1 has left: its process" in trace
     assert "out of bounds" in trace
+
+
+def gone_before_buckets(rank: int, world: int, how: str) -> None:
+    """Rank 1 leaves after the first step, before the buckets of all later steps are agreed on."""
+    net, optimizer = small_ddp()
+    step = roam.compile(clipped)
+    step(net, optimizer, batch(rank, 0))
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        agreement.leave({collectives.Group.of(dist.group.WORLD): []}, "it has had enough")
+        time.sleep(LEFT_S)
+    before = state_of(net, optimizer)
+    with pytest.raises(roam.ExecutionError) as error:
+        step(net, optimizer, batch(rank, 1))
+    assert error.value.code == LEFT
+    assert agreement.AGAIN in str(error.value)
+    assert differences(before, state_of(net, optimizer)) == []
+    with pytest.raises(roam.ExecutionError, match="on this rank"):
+        roam.compile(reduced)(*small(), batch(rank, 0))
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_ranks_hear_of_one_that_is_gone_before_buckets_are_rebuilt(tmp_path: Any, how: str) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(gone_before_buckets, how)
+        assert two._pipes[0].poll(LEFT_S)
+        assert two._pipes[0].recv() == ("returned", None)
+    finally:
+        two.kill()
 
 
 class Trainer:
@@ -1207,11 +1256,12 @@ def test_a_group_that_runs_gloo_under_another_name_can_be_polled(ranks: Ranks) -
 def still_held(rank: int, world: int, kind: str) -> int:
     """After how many of 300 collectives something else than this function holds their memory."""
     group = collectives.Group.of(dist.group.WORLD)
-    start = collectives.launch(kind, group, "SUM" if kind == "allreduce_" else "")
+    start = collectives.launch(kind, group, "" if kind == "_allgather_base_" else "SUM")
+    parts = {"_allgather_base_": 1 / world, "_reduce_scatter_base_": world}.get(kind, 1)
     found = 0
     for _ in range(300):
         made = torch.ones(1000)
-        read = made if kind == "allreduce_" else torch.ones(1000 // world)
+        read = made if kind == "allreduce_" else torch.ones(int(1000 * parts))
         before = collectives._holders([made, read])
         pending = start([made], [read])
         collectives.wait(pending, [made], [read])
@@ -1219,9 +1269,38 @@ def still_held(rank: int, world: int, kind: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["allreduce_", "_allgather_base_"])
+@pytest.mark.parametrize("kind", ["allreduce_", "_allgather_base_", "_reduce_scatter_base_"])
 def test_after_a_wait_no_thread_of_the_group_holds_tensors(ranks: Ranks, kind: str) -> None:
     assert ranks.run(still_held, kind) == [0] * 4
+
+
+def waits_for_another(rank: int, world: int, kind: str) -> bool:
+    """Whether rank 0 has a wait with a time limit return while the others have yet to launch."""
+    group = collectives.Group.of(dist.group.WORLD)
+    outputs, inputs = {
+        "allgather_": ([torch.zeros(1) for _ in range(world)], [torch.ones(1)]),
+        "_allgather_base_": ([torch.zeros(world)], [torch.ones(1)]),
+        "reduce_scatter_": ([torch.zeros(1)], [torch.ones(1) for _ in range(world)]),
+        "_reduce_scatter_base_": ([torch.zeros(1)], [torch.ones(world)]),
+        "alltoall_base_": ([torch.zeros(world)], [torch.ones(world)]),
+        "barrier": ([], []),
+    }.get(kind, ([torch.ones(1)], []))
+    reduces = "reduce" in kind
+    root = 1 if kind == "broadcast_" else -1
+    start = collectives.launch(kind, group, "SUM" if reduces else "", root)
+    dist.barrier()
+    if rank > 0:
+        time.sleep(1)
+    pending = start(outputs, inputs)
+    began = time.monotonic()
+    is_late = pending._is_done(0.1) or time.monotonic() - began > 0.7
+    pending.wait()
+    return is_late
+
+
+@pytest.mark.parametrize("kind", sorted(collectives.KINDS - {"reduce_"}))
+def test_every_collective_of_gloo_can_be_polled(ranks: Ranks, kind: str) -> None:
+    assert not ranks.run(waits_for_another, kind)[0]
 
 
 # -- graphs of other tools

@@ -16,13 +16,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from roam._core import __version__
+from roam.distributed.waiting import Waiting
 from roam.errors import ExecutionError
 from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import forget_layouts, resolve_group, store_of
@@ -30,6 +31,7 @@ from roam.torch_compat.private import forget_layouts, resolve_group, store_of
 if TYPE_CHECKING:
     from roam.distributed.collectives import Group
 
+T = TypeVar("T")
 LOOK_S = 1.0
 """How often a rank that waits for others looks for what they have written."""
 _ASK_S = 0.02
@@ -165,6 +167,34 @@ def look(group: Group) -> None:
         ):
             _raise_different(group, other, sequence, theirs)
         _raise_if_left(store, group, other)
+
+
+def finished(group: Group, work: Callable[[], T]) -> T:
+    """What a function returns that waits for the other ranks in C++. It runs in a thread of its
+    own, while this one looks for ranks that have left.
+
+    Raises:
+        ExecutionError: another rank has left (code ``rank_left``).
+        RuntimeError: what the function raises.
+    """
+    try:
+        waiting = Waiting(work)
+        while not waiting.is_done(LOOK_S):
+            _look_for_left(group)
+        with suppress(Exception):
+            return waiting.result()
+        _look_for_left(group)  # that says more than the error of a connection
+    except BaseException as error:
+        leave({group: []}, str(error) or type(error).__name__)
+        raise
+    return waiting.result()
+
+
+def _look_for_left(group: Group) -> None:
+    """Raises if another rank of a group has left."""
+    for other in range(len(group.ranks)):
+        if other != group.rank:
+            _raise_if_left(_store(group), group, other)
 
 
 def _agree(sequences: Sequences) -> None:
@@ -316,4 +346,4 @@ def _raise_different(
     )
 
 
-__all__ = ["LOOK_S", "Sequences", "begin", "leave", "look"]
+__all__ = ["LOOK_S", "Sequences", "begin", "finished", "leave", "look"]

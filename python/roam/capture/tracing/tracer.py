@@ -44,7 +44,7 @@ from roam.capture.tracing.source_location import (
     shown_path,
 )
 from roam.distributed.ddp import is_ddp
-from roam.errors import UNKNOWN_LINE, CaptureError
+from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
@@ -346,7 +346,7 @@ def _run(
     try:
         with interrupts_allowed():
             return step(*args, **kwargs)
-    except CaptureError:
+    except (CaptureError, ExecutionError):  # the latter if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
