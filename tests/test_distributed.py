@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import transformers
 from torch import nn
+from torch.distributed import all_gather_object, broadcast_object_list
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -1221,6 +1222,73 @@ def asks_a_future(rank: int, world: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["future", "result"])
 def test_results_of_handles_are_refused(ranks: Ranks, how: str) -> None:
     assert ranks.run(asks_a_future, how) == ["collective"] * 4
+
+
+class Reducing:
+    """A step that gives the group options of its own, which change from call to call."""
+
+    def __init__(self) -> None:
+        self.sums, self.sends = dist.AllreduceOptions(), dist.BroadcastOptions()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.group.WORLD.allreduce([y], self.sums).wait()
+        z = x * 3
+        dist.group.WORLD.broadcast([z], self.sends).wait()
+        return y + z
+
+
+def with_changing_options(rank: int, world: int) -> tuple[list[int], int]:
+    plans = 0
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        nonlocal plans
+        reducing, found = Reducing(), []
+        run = wrap(reducing.step)
+        for number in range(6):
+            reducing.sums.reduceOp = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[number % 2]
+            reducing.sends.rootRank = number // 4
+            found += tensors_of(run(batch(rank, number)))
+        plans = len(getattr(run, "plans", ()))
+        return found
+
+    return differences(trained(lambda step: step), trained(roam.compile)), plans
+
+
+def test_options_of_a_collective_that_change_get_plans_of_their_own(ranks: Ranks) -> None:
+    assert ranks.run(with_changing_options) == [([], 4)] * 4
+
+
+def gathers_objects(x: torch.Tensor) -> torch.Tensor:
+    all_gather_object([None], {"a": 1})
+    return x * 2
+
+
+def sends_objects(x: torch.Tensor) -> torch.Tensor:
+    broadcast_object_list([{"a": 1}], 0)
+    return x * 2
+
+
+def makes_a_group(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    dist.all_reduce(y, group=dist.new_group([0]))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (gathers_objects, "all_gather_object"),
+        (sends_objects, "broadcast_object_list"),
+        (makes_a_group, "new_group"),
+    ],
+)
+def test_what_begins_with_no_operator_is_refused_by_name(
+    tmp_path: Any, step: Step, name: str
+) -> None:
+    with alone(tmp_path), pytest.raises(roam.CaptureError, match=name) as error:
+        roam.compile(step)(torch.ones(3))
+    assert error.value.code == "collective"
 
 
 def branches_on_one_rank(rank: int, world: int) -> str:
