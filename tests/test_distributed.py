@@ -1093,6 +1093,49 @@ def test_ranks_hear_of_one_that_is_gone_before_buckets_are_rebuilt(tmp_path: Any
         two.kill()
 
 
+def updated_beside(rank: int, world: int, as_views: bool) -> tuple[list[int], list[int], str]:
+    """Backward passes of a module that no compiled function reaches: what differs after updates and
+    evaluations by plan, how many plans these needed, and why a backward pass is refused.
+    """
+    plans: list[int] = []
+
+    def update(optimizer: Any, parameters: list[Any]) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x).sum(0)
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = small_ddp(gradient_as_bucket_view=as_views)
+        inner, found = net.module, []
+        run, look = wrap(update), wrap(evaluate)
+        for number in range(4):
+            net(batch(rank, number)).square().mean().backward()
+            found += tensors_of(run(optimizer, list(inner.parameters())))
+            found += tensors_of(look(inner, batch(rank, number)))
+        plans.extend(len(getattr(one, "plans", ())) for one in (run, look))
+        return [*found, *state_of(net, optimizer)]
+
+    found = differences(trained(lambda step: step), trained(roam.compile))
+    net, optimizer = small_ddp()
+    try:
+        roam.compile(backward)(net.module, optimizer, batch(rank, 0))
+    except roam.CaptureError as error:
+        return found, plans[2:], error.code
+    return found, plans[2:], "none"
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_updates_and_evaluations_beside_a_module_have_eager_bits(
+    ranks: Ranks, as_views: bool
+) -> None:
+    assert ranks.run(updated_beside, as_views) == [([], [4, 1], "autograd_node")] * 4
+
+
 class Trainer:
     """Holds what its step trains: two wrappers of one model, called in turns."""
 

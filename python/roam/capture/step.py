@@ -470,7 +470,9 @@ def _captured(
             "and leave kernels= out",
             code="no_repeated_blocks",
         )  # fmt: skip
+    held_elsewhere = reach.held_elsewhere
     reach = _what_was_read(reach, train_step, args, kwargs, known, opened)
+    reach.held_elsewhere = held_elsewhere
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = known.shared(

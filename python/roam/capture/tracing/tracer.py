@@ -618,7 +618,9 @@ def _watched(
             replace(kind, "__call__", scripted(kind.__call__))
         replace(C, "_will_engine_execute_node", node_stand_in(fake_state.fakes()))
         run_engine = engine()
-        if fake_state.has_histories():
+        if fake_state.reach.held_elsewhere:
+            run_engine = _refusing(recorder, next(iter(fake_state.reach.held_elsewhere.values())))
+        elif fake_state.has_histories():
             run_engine = watched_engine(recorder.is_original, frames.made_by)
         if any(is_ddp(module) for _, module in fake_state.reach.modules):
             run_engine = reductions.engine(run_engine)
@@ -693,6 +695,19 @@ def _in_trace(
         return (stand_in if is_ours else original)(*args, **kwargs)
 
     return function
+
+
+def _refusing(recorder: Recorder, refusal: CaptureError) -> Callable[..., Any]:
+    """What runs autograd's engine in a step that may run no backward pass."""
+
+    def run(*_: Any, **__: Any) -> Any:
+        try:
+            recorder.refuse(str(refusal), code=refusal.code)
+        except CaptureError as error:
+            error.path = refusal.path
+            raise
+
+    return run
 
 
 def _data(recorder: Recorder) -> property:
