@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -359,3 +360,49 @@ class TestShapes:
         assert len(warned) == 1
         assert "plans for 8 kinds of calls" in warned[0]
         assert "pad it to a few lengths" in warned[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_update_by_itself_may_use_up_gradients_that_it_has_scaled(kind: Any) -> None:
+    """When it has run there are none, so it cannot be traced twice in a row."""
+
+    def backward(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plans = []
+
+    def script(wrap: Wrap) -> list[Any]:
+        net = torch.nn.Linear(4, 3)
+        optimizer = kind(net.parameters(), lr=0.1)
+        run, updated, found = wrap(backward), wrap(update), []
+        for number in range(5):
+            found.append(run(net, torch.full((2, 4), float(number))))
+            updated(optimizer)
+            found += [parameter.grad for parameter in net.parameters()]
+        plans.append(len(getattr(updated, "plans", ())))
+        return [*found, *states(net, optimizer)]
+
+    both(script)
+    assert plans == [0, 1 if kind is torch.optim.SGD else 2]
+
+
+def test_an_update_that_cannot_be_traced_twice_must_do_the_same_in_each_trace() -> None:
+    net = torch.nn.Linear(4, 3)
+
+    def update() -> None:
+        for parameter in net.parameters():
+            parameter.grad.mul_(int.from_bytes(os.urandom(4), "big") * 1e-9)
+            parameter.grad = None
+
+    net(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(roam.CaptureError, match="NoneType") as error:
+        roam.compile(update)()
+    assert error.value.code == "step_raised"

@@ -6,6 +6,7 @@ bits of a sum depend on where in its buffer an element lies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import io
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -30,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import transformers
 from torch import nn
+from torch.distributed import all_gather_object, broadcast_object_list
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -717,6 +720,39 @@ def test_what_no_plan_can_reduce_is_refused(
     assert error.value.code == code
 
 
+def hook_in_python(net: Any) -> None:
+    net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def hook_in_c(net: Any) -> None:
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def hook_on_buffers(net: Any) -> None:
+    net._register_buffer_comm_hook(None, lambda state, buffers: None)
+
+
+def by_hand(net: Any) -> None:
+    net.require_manual_backward_finalization = True
+
+
+@pytest.mark.parametrize("change", [hook_in_python, hook_in_c, hook_on_buffers, by_hand])
+def test_what_changes_a_reducer_after_the_plan_was_made_is_refused(
+    tmp_path: Any, change: Callable[[Any], None]
+) -> None:
+    with alone(tmp_path):
+        net, optimizer = small_ddp()
+        step = roam.compile(clipped)
+        for number in range(3):
+            step(net, optimizer, batch(0, number))
+        change(net)
+        before = state_of(net, optimizer)
+        with pytest.raises(roam.CaptureError) as error:
+            step(net, optimizer, batch(0, 3))
+        assert error.value.code == OPTION
+        assert differences(before, state_of(net, optimizer)) == []
+
+
 def test_the_first_step_of_ddp_runs_eagerly(tmp_path: Any) -> None:
     with alone(tmp_path):
         net, optimizer = small_ddp()
@@ -787,6 +823,23 @@ def raising_in_the_run(rank: int, world: int) -> None:
         compiled(net, optimizer, batch(rank, number), places)
 
 
+def raising_before_a_scatter(rank: int, world: int) -> None:
+    """Rank 0 waits for parts of sums, for which gloo waits without a time limit."""
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, places: torch.Tensor) -> Any:
+        loss = backward(net, optimizer, x[places])
+        part = torch.empty(8 // world)
+        dist.reduce_scatter_tensor(part, net[2].bias.grad)
+        optimizer.step()
+        return loss, part
+
+    net, optimizer = small()
+    compiled = roam.compile(step)
+    for number in range(4):
+        places = torch.arange(6) + (7 if rank == 1 and number == 3 else 0)
+        compiled(net, optimizer, batch(rank, number), places)
+
+
 def killed(rank: int, world: int) -> None:
     net, optimizer = small_ddp()
     step = roam.compile(clipped)
@@ -827,6 +880,27 @@ def without_memory_for_the_pool(rank: int, world: int) -> None:
     step(net, optimizer, batch(rank, 3))
 
 
+def refused_before_its_run(rank: int, world: int) -> None:
+    """A run that cannot begin, since two arguments of rank 1 share memory unknown to PyTorch."""
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        loss = reduced(net, optimizer, x)
+        sums += x.sum(0)
+        return loss
+
+    net, optimizer = small()
+    compiled = roam.compile(step)
+    for number in range(3):
+        compiled(net, optimizer, batch(rank, number), torch.zeros(16))
+    x = batch(rank, 3)
+    if rank == 1:
+        array = x.numpy()
+        with pytest.raises(roam.ExecutionError) as error:
+            compiled(net, optimizer, torch.from_numpy(array), torch.from_numpy(array[0]))
+        assert error.value.code == "sharing"
+    compiled(net, optimizer, x, torch.zeros(16))
+
+
 DIFFER, LEFT = "collectives_differ", "rank_left"  # error codes
 LEFT_S = 30
 """When one rank has left, all others have an error within so many seconds."""
@@ -842,7 +916,9 @@ LEFT_S = 30
             "_allgather_base_",
         ),
         (raising_in_the_run, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
+        (raising_before_a_scatter, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
         (without_memory_for_the_pool, {LEFT}, "none is left"),
+        (refused_before_its_run, {LEFT}, "with the same memory"),
         (other_version_on_one, {DIFFER}, "ranks run different versions: roam .* and roam "),
     ],
 )
@@ -876,7 +952,7 @@ def test_groups_are_compared_all_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(agreement, "resolve_group", lambda name: name)
     monkeypatch.setattr(agreement, "store_of", stores.get)
-    monkeypatch.setattr(agreement, "_process_of", lambda _: None)
+    monkeypatch.setattr(agreement, "_end_of", lambda _: "")
     monkeypatch.setattr(time, "sleep", others_come)
     agreement.begin({group: [["allreduce_", "a.py:1"]] for group in groups}, is_new=True)
     assert looks == [True]
@@ -952,6 +1028,112 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Any, function: Callable
         two.kill()
     assert (how, gone) == ("raised", "gone"), told
     assert told[0] in ("ExecutionError", "RuntimeError"), told
+
+
+def ended_on_another_machine(rank: int, world: int) -> None:
+    """Rank 1 ends by an exception in a step without collectives."""
+    agreement._machine = lambda: f"machine {rank}"
+    net, optimizer = small()
+    step = roam.compile(reduced)
+    for number in range(3):
+        step(net, optimizer, batch(rank, number))
+    if rank == 1:
+        looking_up = roam.compile(lambda x, places: x[places].sin())
+        looking_up(batch(rank, 3), torch.tensor([1]))
+        try:
+            looking_up(batch(rank, 3), torch.tensor([100]))
+        except roam.ExecutionError as error:
+            sys.last_value = error  # as the interpreter sets it
+        atexit._run_exitfuncs()
+        time.sleep(LEFT_S)  # until the process is gone, the group knows nothing
+    step(net, optimizer, batch(rank, 3))
+
+
+def test_ranks_hear_of_an_end_on_another_machine(tmp_path: Any) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(ended_on_another_machine)
+        assert two._pipes[0].poll(LEFT_S)
+        how, (kind, code, trace) = two._pipes[0].recv()
+    finally:
+        two.kill()
+    assert (how, kind, code) == ("raised", "ExecutionError", LEFT), trace
+    assert "rank 1 has left: its process" in trace
+    assert "out of bounds" in trace
+
+
+def gone_before_buckets(rank: int, world: int, how: str) -> None:
+    """Rank 1 leaves after the first step, before the buckets of all later steps are agreed on."""
+    net, optimizer = small_ddp()
+    step = roam.compile(clipped)
+    step(net, optimizer, batch(rank, 0))
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        agreement.leave({collectives.Group.of(dist.group.WORLD): []}, "it has had enough")
+        time.sleep(LEFT_S)
+    before = state_of(net, optimizer)
+    with pytest.raises(roam.ExecutionError) as error:
+        step(net, optimizer, batch(rank, 1))
+    assert error.value.code == LEFT
+    assert agreement.AGAIN in str(error.value)
+    assert differences(before, state_of(net, optimizer)) == []
+    with pytest.raises(roam.ExecutionError, match="on this rank"):
+        roam.compile(reduced)(*small(), batch(rank, 0))
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_ranks_hear_of_one_that_is_gone_before_buckets_are_rebuilt(tmp_path: Any, how: str) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(gone_before_buckets, how)
+        assert two._pipes[0].poll(LEFT_S)
+        assert two._pipes[0].recv() == ("returned", None)
+    finally:
+        two.kill()
+
+
+def updated_beside(rank: int, world: int, as_views: bool) -> tuple[list[int], list[int], str]:
+    """Backward passes of a module that no compiled function reaches: what differs after updates and
+    evaluations by plan, how many plans these needed, and why a backward pass is refused.
+    """
+    plans: list[int] = []
+
+    def update(optimizer: Any, parameters: list[Any]) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x).sum(0)
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = small_ddp(gradient_as_bucket_view=as_views)
+        inner, found = net.module, []
+        run, look = wrap(update), wrap(evaluate)
+        for number in range(4):
+            net(batch(rank, number)).square().mean().backward()
+            found += tensors_of(run(optimizer, list(inner.parameters())))
+            found += tensors_of(look(inner, batch(rank, number)))
+        plans.extend(len(getattr(one, "plans", ())) for one in (run, look))
+        return [*found, *state_of(net, optimizer)]
+
+    found = differences(trained(lambda step: step), trained(roam.compile))
+    net, optimizer = small_ddp()
+    try:
+        roam.compile(backward)(net.module, optimizer, batch(rank, 0))
+    except roam.CaptureError as error:
+        return found, plans[2:], error.code
+    return found, plans[2:], "none"
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_updates_and_evaluations_beside_a_module_have_eager_bits(
+    ranks: Ranks, as_views: bool
+) -> None:
+    assert ranks.run(updated_beside, as_views) == [([], [4, 1], "autograd_node")] * 4
 
 
 class Trainer:
@@ -1085,6 +1267,73 @@ def test_results_of_handles_are_refused(ranks: Ranks, how: str) -> None:
     assert ranks.run(asks_a_future, how) == ["collective"] * 4
 
 
+class Reducing:
+    """A step that gives the group options of its own, which change from call to call."""
+
+    def __init__(self) -> None:
+        self.sums, self.sends = dist.AllreduceOptions(), dist.BroadcastOptions()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.group.WORLD.allreduce([y], self.sums).wait()
+        z = x * 3
+        dist.group.WORLD.broadcast([z], self.sends).wait()
+        return y + z
+
+
+def with_changing_options(rank: int, world: int) -> tuple[list[int], int]:
+    plans = 0
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        nonlocal plans
+        reducing, found = Reducing(), []
+        run = wrap(reducing.step)
+        for number in range(6):
+            reducing.sums.reduceOp = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[number % 2]
+            reducing.sends.rootRank = number // 4
+            found += tensors_of(run(batch(rank, number)))
+        plans = len(getattr(run, "plans", ()))
+        return found
+
+    return differences(trained(lambda step: step), trained(roam.compile)), plans
+
+
+def test_options_of_a_collective_that_change_get_plans_of_their_own(ranks: Ranks) -> None:
+    assert ranks.run(with_changing_options) == [([], 4)] * 4
+
+
+def gathers_objects(x: torch.Tensor) -> torch.Tensor:
+    all_gather_object([None], {"a": 1})
+    return x * 2
+
+
+def sends_objects(x: torch.Tensor) -> torch.Tensor:
+    broadcast_object_list([{"a": 1}], 0)
+    return x * 2
+
+
+def makes_a_group(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    dist.all_reduce(y, group=dist.new_group([0]))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (gathers_objects, "all_gather_object"),
+        (sends_objects, "broadcast_object_list"),
+        (makes_a_group, "new_group"),
+    ],
+)
+def test_what_begins_with_no_operator_is_refused_by_name(
+    tmp_path: Any, step: Step, name: str
+) -> None:
+    with alone(tmp_path), pytest.raises(roam.CaptureError, match=name) as error:
+        roam.compile(step)(torch.ones(3))
+    assert error.value.code == "collective"
+
+
 def branches_on_one_rank(rank: int, world: int) -> str:
     def step(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -1118,11 +1367,12 @@ def test_a_group_that_runs_gloo_under_another_name_can_be_polled(ranks: Ranks) -
 def still_held(rank: int, world: int, kind: str) -> int:
     """After how many of 300 collectives something else than this function holds their memory."""
     group = collectives.Group.of(dist.group.WORLD)
-    start = collectives.launch(kind, group, "SUM" if kind == "allreduce_" else "")
+    start = collectives.launch(kind, group, "" if kind == "_allgather_base_" else "SUM")
+    parts = {"_allgather_base_": 1 / world, "_reduce_scatter_base_": world}.get(kind, 1)
     found = 0
     for _ in range(300):
         made = torch.ones(1000)
-        read = made if kind == "allreduce_" else torch.ones(1000 // world)
+        read = made if kind == "allreduce_" else torch.ones(int(1000 * parts))
         before = collectives._holders([made, read])
         pending = start([made], [read])
         collectives.wait(pending, [made], [read])
@@ -1130,9 +1380,38 @@ def still_held(rank: int, world: int, kind: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["allreduce_", "_allgather_base_"])
+@pytest.mark.parametrize("kind", ["allreduce_", "_allgather_base_", "_reduce_scatter_base_"])
 def test_after_a_wait_no_thread_of_the_group_holds_tensors(ranks: Ranks, kind: str) -> None:
     assert ranks.run(still_held, kind) == [0] * 4
+
+
+def waits_for_another(rank: int, world: int, kind: str) -> bool:
+    """Whether rank 0 has a wait with a time limit return while the others have yet to launch."""
+    group = collectives.Group.of(dist.group.WORLD)
+    outputs, inputs = {
+        "allgather_": ([torch.zeros(1) for _ in range(world)], [torch.ones(1)]),
+        "_allgather_base_": ([torch.zeros(world)], [torch.ones(1)]),
+        "reduce_scatter_": ([torch.zeros(1)], [torch.ones(1) for _ in range(world)]),
+        "_reduce_scatter_base_": ([torch.zeros(1)], [torch.ones(world)]),
+        "alltoall_base_": ([torch.zeros(world)], [torch.ones(world)]),
+        "barrier": ([], []),
+    }.get(kind, ([torch.ones(1)], []))
+    reduces = "reduce" in kind
+    root = 1 if kind == "broadcast_" else -1
+    start = collectives.launch(kind, group, "SUM" if reduces else "", root)
+    dist.barrier()
+    if rank > 0:
+        time.sleep(1)
+    pending = start(outputs, inputs)
+    began = time.monotonic()
+    is_late = pending._is_done(0.1) or time.monotonic() - began > 0.7
+    pending.wait()
+    return is_late
+
+
+@pytest.mark.parametrize("kind", sorted(collectives.KINDS - {"reduce_"}))
+def test_every_collective_of_gloo_can_be_polled(ranks: Ranks, kind: str) -> None:
+    assert not ranks.run(waits_for_another, kind)[0]
 
 
 # -- graphs of other tools

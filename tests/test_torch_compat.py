@@ -1173,6 +1173,12 @@ def _tells_buckets(ddp: Any) -> bool:
     )  # fmt: skip
 
 
+def _names_hook(ddp: Any) -> bool:
+    before = private.comm_hook_of(ddp)
+    ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    return not before and bool(private.comm_hook_of(ddp))
+
+
 def _keeps_buckets(ddp: Any) -> bool:
     (bucket,) = private.kept_buckets(_trained(ddp).reducer)
     bucket.fill_(7.0)
@@ -1382,6 +1388,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "rebuild_buckets": _ddp(lambda ddp: private.rebuild_buckets(_trained(ddp).reducer)),
     "reducer_data": _ddp(_tells_buckets),
+    "comm_hook_of": _ddp(_names_hook),
     "kept_buckets": _ddp(_keeps_buckets),
     "expects_backward": _ddp(_expects),
     "prepares_after": _ddp(_prepares),

@@ -480,7 +480,9 @@ def _captured(
             "and leave kernels= out",
             code="no_repeated_blocks",
         )  # fmt: skip
+    held_elsewhere = reach.held_elsewhere
     reach = _what_was_read(reach, train_step, args, kwargs, known, opened)
+    reach.held_elsewhere = held_elsewhere
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = known.shared(
@@ -596,6 +598,19 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
         )
 
 
+def _needs_others(error: CaptureError, programs: list[Program]) -> bool:
+    """Whether the step cannot be traced once more because other code has to run in between: the
+    state of an optimizer is not known yet, or the step uses up gradients that it does not make.
+    """
+    if error.code == "unknown_state":
+        return True
+    return (
+        error.code == "step_raised"
+        and len(programs) == 1
+        and any(isinstance(reference, GradientReference) for reference, _ in programs[0].referenced)
+    )
+
+
 def _has_known_optimizers(reach: Reach) -> bool:
     """Whether all optimizers are PyTorch's own, which keep what they know in their state and take
     numbers for what they are.
@@ -658,7 +673,19 @@ class _Tracer:
                 raise
             else:
                 self.reach.reads.check_others()
+                self._check_alone(programs, live_arguments)
                 return programs
+
+    def _check_alone(self, programs: list[Program], live_arguments: bool) -> None:
+        """Refuses a step that cannot be traced twice in a row if another trace from the same state
+        differs: it depends on something that no guard sees.
+        """
+        error = programs[0].unsettled
+        if not isinstance(error, CaptureError) or error.code != "step_raised":
+            return
+        (again,) = self._programs(live_arguments, True, only_first=True)
+        if difference(programs[0], again) is not None:
+            raise error
 
     def _programs(
         self, live_arguments: bool, live_numbers: bool, *, only_first: bool
@@ -695,7 +722,7 @@ class _Tracer:
                         live_numbers=live_numbers,
                     )
                 except CaptureError as error:
-                    if error.code != "unknown_state" or not programs:
+                    if not programs or not _needs_others(error, programs):
                         raise
                     programs[-1].unsettled = error
                     return programs

@@ -9,17 +9,21 @@ it from time to time.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from roam._core import __version__
+from roam.distributed.waiting import Waiting
 from roam.errors import ExecutionError
 from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import forget_layouts, resolve_group, store_of
@@ -27,6 +31,7 @@ from roam.torch_compat.private import forget_layouts, resolve_group, store_of
 if TYPE_CHECKING:
     from roam.distributed.collectives import Group
 
+T = TypeVar("T")
 LOOK_S = 1.0
 """How often a rank that waits for others looks for what they have written."""
 _ASK_S = 0.02
@@ -103,24 +108,43 @@ def announce() -> None:
         return
     group: Any = torch.distributed.group.WORLD
     if _announced.get("group") is not group:
-        _announced["group"] = group
-        store_of(group).set(f"process/{group.rank()}", f"{_machine()} {os.getpid()}")
+        if "group" not in _announced:
+            atexit.register(_tell_end)
+        _announced["group"], _announced["process"] = group, os.getpid()
+        store, rank = store_of(group), group.rank()
+        store.set(f"process/{rank}", f"{_machine()} {os.getpid()}")
+        if store.check([f"ended/{rank}"]):  # an earlier process's, with the same store
+            store.set(f"ended/{rank}", "")
 
 
 _announced: dict[str, Any] = {}
 
 
+def _tell_end() -> None:
+    """Tells other ranks that this process ends, and by which exception: they may wait for it, and
+    run on machines that cannot see its end.
+    """
+    group, process = _announced["group"], os.getpid()
+    if _announced["process"] != process:  # one that the announced process has forked
+        return
+    error = getattr(sys, "last_value", None)
+    after = "" if error is None else f" after {type(error).__name__}: {error}"
+    with suppress(RuntimeError, LookupError):  # the group has been destroyed, or its store is gone
+        store_of(group).set(f"ended/{group.rank()}", f"its process {process} has ended{after}")
+
+
 def leave(sequences: Sequences, reason: str) -> None:
-    """To be called after a run that failed: tells the other ranks, which may wait for collectives
-    that will never come.
+    """To be called after a run that failed, or could not begin: tells the other ranks, which may
+    wait for collectives that will never come.
     """
     reason = reason.removesuffix(f"; {AGAIN}")
     for group in sequences:
+        # The group may be gone, or the process that kept its store.
+        with suppress(RuntimeError, LookupError, ValueError):
+            _enter(group)
         first = _left.setdefault(group.name, reason)
-        try:
+        with suppress(RuntimeError, LookupError, ValueError):
             _store(group).set(f"left/{group.rank}", first)
-        except RuntimeError:  # the process that kept the store is gone
-            continue
 
 
 def look(group: Group) -> None:
@@ -143,6 +167,34 @@ def look(group: Group) -> None:
         ):
             _raise_different(group, other, sequence, theirs)
         _raise_if_left(store, group, other)
+
+
+def finished(group: Group, work: Callable[[], T]) -> T:
+    """What a function returns that waits for the other ranks in C++. It runs in a thread of its
+    own, while this one looks for ranks that have left.
+
+    Raises:
+        ExecutionError: another rank has left (code ``rank_left``).
+        RuntimeError: what the function raises.
+    """
+    try:
+        waiting = Waiting(work)
+        while not waiting.is_done(LOOK_S):
+            _look_for_left(group)
+        with suppress(Exception):
+            return waiting.result()
+        _look_for_left(group)  # that says more than the error of a connection
+    except BaseException as error:
+        leave({group: []}, str(error) or type(error).__name__)
+        raise
+    return waiting.result()
+
+
+def _look_for_left(group: Group) -> None:
+    """Raises if another rank of a group has left."""
+    for other in range(len(group.ranks)):
+        if other != group.rank:
+            _raise_if_left(_store(group), group, other)
 
 
 def _agree(sequences: Sequences) -> None:
@@ -203,10 +255,13 @@ def _store(group: Group) -> Any:
     return store_of(resolve_group(group.name))
 
 
+def _told(store: Any, key: str) -> str:
+    """What a rank has written; empty if it has not, or has taken it back."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 def _read(store: Any, key: str) -> Any:
-    if not store.check([key]):
-        return None
-    text = store.get(key).decode()
+    text = _told(store, key)
     return json.loads(text) if text else None
 
 
@@ -216,25 +271,24 @@ def _named(group: Group, rank: int) -> int:
 
 
 def _raise_if_left(store: Any, group: Group, other: int) -> None:
-    key = f"left/{other}"
-    if store.check([key]) and (reason := store.get(key).decode()):
+    if reason := _told(store, f"left/{other}"):
         raise ExecutionError(
             f"rank {_named(group, other)} has left the step: {reason}; {AGAIN}", code="rank_left"
         )
-
-    process = _process_of(_named(group, other))
-    if process is not None and process[0] == _machine() and _is_gone(int(process[1])):
-        raise ExecutionError(
-            f"rank {_named(group, other)} has left: its process {process[1]} is gone; {AGAIN}",
-            code="rank_left",
-        )
+    rank = _named(group, other)
+    if reason := _end_of(rank):
+        raise ExecutionError(f"rank {rank} has left: {reason}; {AGAIN}", code="rank_left")
 
 
-def _process_of(rank: int) -> list[str] | None:
-    """Machine and number of a rank's process; None if it has not told."""
-    world = torch.distributed.group.WORLD
-    store, key = store_of(world), f"process/{rank}"
-    return store.get(key).decode().split() if store.check([key]) else None
+def _end_of(rank: int) -> str:
+    """How a rank's process has ended; empty if it has not, as far as this one can know."""
+    store = store_of(torch.distributed.group.WORLD)
+    if ended := _told(store, f"ended/{rank}"):
+        return ended
+    process = _told(store, f"process/{rank}").split()
+    if process and process[0] == _machine() and _is_gone(int(process[1])):
+        return f"its process {process[1]} is gone"
+    return ""
 
 
 def _machine() -> str:
@@ -292,4 +346,4 @@ def _raise_different(
     )
 
 
-__all__ = ["LOOK_S", "Sequences", "begin", "leave", "look"]
+__all__ = ["LOOK_S", "Sequences", "begin", "finished", "leave", "look"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from roam.distributed.agreement import LOOK_S, look
+from roam.distributed.waiting import Waiting
 from roam.interrupts import interrupts_allowed
 from roam.torch_compat.private import (
     all_gather_single,
@@ -155,7 +156,7 @@ launch: Callable[..., Launch] = functools.cache(Launch)
 class Pending:
     """A collective between its launch and its wait."""
 
-    __slots__ = ("_before", "_held", "_work", "launch")
+    __slots__ = ("_before", "_held", "_waiting", "_work", "launch")
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class Pending:
         self.launch = launch
         self._work = work
         self._held, self._before = held, before
+        self._waiting: Waiting[Any] | None = None
         if work is not None:
             _in_flight[id(self)] = self
 
@@ -197,6 +199,9 @@ class Pending:
             RuntimeError: the collective is done, and failed.
         """
         work = self._work
+        launch = self.launch
+        if timeout_s is not None and launch.kind in _WITHOUT_LIMIT and launch.group.must_release():
+            return self._is_done_elsewhere(timeout_s)
         try:
             if timeout_s is None:
                 work.wait()
@@ -208,6 +213,17 @@ class Pending:
             self._forget()
             raise
         self._forget()
+        return True
+
+    def _is_done_elsewhere(self, timeout_s: float) -> bool:
+        """The same, where the group's own wait ignores time limits."""
+        if self._waiting is None:
+            self._waiting = Waiting(self._work.wait)
+        if not self._waiting.is_done(timeout_s):
+            return False
+        waiting, self._waiting = self._waiting, None
+        self._forget()
+        waiting.result()
         return True
 
     def _wait_for_release(self) -> None:
@@ -236,6 +252,10 @@ class Pending:
         _in_flight.pop(id(self), None)
 
 
+_WITHOUT_LIMIT = frozenset({"reduce_scatter_", "_reduce_scatter_base_"})
+"""Kinds whose handles wait without a time limit under gloo, which sums the whole input by another
+collective and copies a part of it when it is waited for.
+"""
 _in_flight: dict[int, Pending] = {}
 _held_elsewhere: set[Launch] = set()
 """Launches after which something other than gloo kept a tensor. Their tensors are not waited for

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 
+from roam.distributed.agreement import AGAIN, finished, leave
+from roam.distributed.collectives import Group
+from roam.errors import ExecutionError
 from roam.torch_compat.private import (
     broadcast_buckets,
+    comm_hook_of,
     ddp_parameters,
     disable_current_modes,
+    expects_backward,
     is_ddp,
     is_joined,
     mark_begun,
@@ -74,7 +79,7 @@ def unsupported(ddp: Any) -> str | None:
         return "it is called under join()"
     if hasattr(ddp, "buffer_hook"):
         return "it has a hook on its buffers' communication"
-    if data_of(ddp).get("comm_hook"):
+    if comm_hook_of(ddp):
         return "it has a communication hook"
     return None
 
@@ -89,14 +94,38 @@ def buckets_of(ddp: Any) -> Buckets | None:
     """The buckets of the next backward pass, rebuilt if they are due, as in a forward pass of the
     module's own; all ranks call it at the same time. None if the reducer has not seen its first
     backward pass yet, in which it has other buckets than later.
+
+    Raises:
+        ExecutionError: another rank has left, or the ranks' communication failed (code
+            ``rank_left``).
     """
-    with disable_current_modes():
-        rebuild_buckets(ddp.reducer)
     data = data_of(ddp)
+    if not data.get("has_rebuilt_buckets"):
+        _rebuild(ddp)
+        data = data_of(ddp)
     if not data.get("has_rebuilt_buckets"):
         return None
     text = data["rebuilt_per_bucket_param_indices"]
     return [[int(place) for place in part.split()] for part in text.split(",")]
+
+
+def _rebuild(ddp: Any) -> None:
+    """Rebuilds a module's buckets if they are due: rank 0 tells all others of its own."""
+    group = Group.of(ddp.process_group)
+    with disable_current_modes():
+        try:
+            if group.must_release():
+                finished(group, lambda: rebuild_buckets(ddp.reducer))
+            else:
+                rebuild_buckets(ddp.reducer)
+        except RuntimeError as error:
+            if expects_backward(ddp.reducer):  # the user's mistake, as eager PyTorch says it
+                raise
+            reason = (
+                f"the ranks could not agree on the buckets of a DistributedDataParallel: {error}"
+            )
+            leave({group: []}, reason)
+            raise ExecutionError(f"{reason}; {AGAIN}", code="rank_left") from error
 
 
 def parameters_of(ddp: Any, buckets: Buckets) -> list[torch.Tensor] | None:

@@ -15,6 +15,7 @@ from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
+from roam.distributed.ddp import unsupported
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
@@ -189,6 +190,10 @@ class Runner:
         for group in self._groups:
             if (failure := group.failure()) is not None:
                 return failure
+        for module, _ in self._program.synced:
+            # A reducer's hook is in C++, where no guard sees it.
+            if (failure := unsupported(module)) is not None:
+                return f"a DistributedDataParallel of the step has changed: {failure}"
         for reference, comparison, constants, answer in self._program.decisions:
             number = reference.get()
             if (
@@ -248,18 +253,21 @@ class Runner:
                 "(step.plan), and run on a group of processes",
                 code="fake_group",
             )
-        leaves = self._taker.take(args, kwargs).leaves
-        inputs = self._inputs.read(leaves)
-        self._check_inputs(inputs)
-        if (busy := unsettled()) is not None:
-            raise ExecutionError(
-                f"an earlier step failed on this rank, and {busy} may still write into its "
-                f"memory; {AGAIN}",
-                code="rank_left",
-            )
-        flagged = [(_held(self._references[place], leaves), flag) for place, flag in self._flags]
-        sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
-        detached = [inputs[place] for place in self._detached]
+        with self._telling():
+            leaves = self._taker.take(args, kwargs).leaves
+            inputs = self._inputs.read(leaves)
+            self._check_inputs(inputs)
+            if (busy := unsettled()) is not None:
+                raise ExecutionError(
+                    f"an earlier step failed on this rank, and {busy} may still write into its "
+                    f"memory; {AGAIN}",
+                    code="rank_left",
+                )
+            flagged = [
+                (_held(self._references[place], leaves), flag) for place, flag in self._flags
+            ]
+            sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
+            detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
         kept = (
             [(reference, reference.get()) for reference in self._ignored]
@@ -364,7 +372,9 @@ class Runner:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """In the block, the other ranks are told of what fails: they may wait for this one."""
+        """In the block, the other ranks are told of what fails: their runs may have begun, and wait
+        for this one's.
+        """
         try:
             yield
         except BaseException as error:

@@ -33,11 +33,16 @@ _PLAIN: Final = (
     "backward pass and one for the update"
 )
 _MARK: Final = "roam"
+_HELD: Final = (
+    "something that holds the node which accumulates its gradient (a reducer of torch.distributed, "
+    "or the graph of an earlier loss that is still alive: keep loss.detach())"
+)
 
 
 def check_beneath(reach: Reach) -> None:
     """Refuses modules that reduce gradients on their own, and hooks on the nodes that accumulate
-    gradients.
+    gradients. Nodes that something unknown holds are noted in ``reach.held_elsewhere``: only a
+    backward pass would run its hooks.
     """
     for path, module in reach.modules:
         if (name := _reducing(module)) is not None:
@@ -55,7 +60,9 @@ def check_beneath(reach: Reach) -> None:
                 code="autograd_node",
             )
             error.path = path
-            raise error
+            if reason is not _HELD:
+                raise error
+            reach.held_elsewhere[id(parameter)] = error
 
 
 class NodeHooks:
@@ -69,15 +76,15 @@ class NodeHooks:
         self, leaves: Iterable[tuple[str, torch.Tensor]], held: Container[int] = ()
     ) -> None:
         """`leaves`: (path, tensor), none of them with such hooks now; `held`: identities of those
-        whose nodes a known reducer holds.
+        whose nodes may be held, by a known reducer or in a step without a backward pass.
         """
         self._leaves = [(path, leaf, id(leaf) in held) for path, leaf in leaves]
         self._registered = _registered()
 
     def watches_the_same(self, other: NodeHooks) -> bool:
         """Whether others watch the same leaves."""
-        return [id(leaf) for _, leaf, _ in self._leaves] == [
-            id(leaf) for _, leaf, _ in other._leaves
+        return [(id(leaf), is_held) for _, leaf, is_held in self._leaves] == [
+            (id(leaf), is_held) for _, leaf, is_held in other._leaves
         ]
 
     def failure(self) -> str | None:
@@ -188,10 +195,7 @@ def _hooked(leaf: torch.Tensor, *, is_held: bool = False) -> str | None:
     if any(map(_hooks_of, (node.register_prehook, node.register_hook))):
         return "hooks on the node that accumulates its gradient"
     if in_group() and not is_held:
-        return (
-            "something that holds the node which accumulates its gradient (a reducer of torch.distributed, or the graph "
-            "of an earlier loss that is still alive: keep loss.detach())"
-        )
+        return _HELD
     return None
 
 

@@ -179,7 +179,7 @@ class Guards:
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
         self._nodes = NodeHooks(
             leaves_of(slot for slot in reach.slots if slot.kind != "argument"),
-            held_by_reducers(reach),
+            held_by_reducers(reach) | reach.held_elsewhere.keys(),
         )
         self._objects = [
             (path, value) for path, value in reach.objects if not is_under(path, ignored)

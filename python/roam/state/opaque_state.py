@@ -1,5 +1,5 @@
 """Reads the state of objects that hold it in C, or whose reads cannot be noted: events, loggers,
-shared memory, pandas' tables.
+shared memory, pandas' tables, options of collectives.
 """
 
 from __future__ import annotations
@@ -64,6 +64,24 @@ def _set_event(event: Any, is_set: bool) -> None:
     (event.set if is_set else event.clear)()
 
 
+_COLLECTIVES: Final = tuple(
+    f"{kind}Options"
+    for kind in (
+        *("Allreduce", "AllreduceCoalesced", "Broadcast", "Reduce", "Allgather", "ReduceScatter"),
+        *("AllToAll", "Barrier", "Gather", "Scatter"),
+    )
+)
+_FIELDS: Final = (
+    "asyncOp", "reduceOp", "rootRank", "rootTensor", "timeout", "device_ids", "device"
+)  # fmt: skip
+
+
+def _options(options: Any) -> tuple[str, ...]:
+    """The fields of what a method of a process group is given, in C++."""
+    fields = [getattr(options, name, None) for name in _FIELDS]
+    return tuple(str(getattr(value, "op", value)) for value in fields)
+
+
 Reader = Callable[[Any], Any]
 Writer = Callable[[Any, Any], object]
 
@@ -92,6 +110,7 @@ _OF_MODULES: Final[tuple[tuple[str, str, Reader, Writer | None], ...]] = (
     ("ctypes", "Array", _bytes, _set_bytes),
     ("ctypes", "Structure", _bytes, _set_bytes),
     ("multiprocessing.sharedctypes", "SynchronizedBase", _shared, _set_shared),
+    *(("torch.distributed.distributed_c10d", name, _options, None) for name in _COLLECTIVES),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", shard_settings, None),
 )
 """(module, class, reader, writer) for classes whose modules may not have been imported; if so,

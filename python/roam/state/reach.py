@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from roam.errors import CaptureError
 from roam.state.attribute_reads import Edge, Reads
 from roam.state.containers import RenewedSpace
 from roam.state.spaces import Space, is_under
@@ -80,6 +81,8 @@ class Reach:
             attribute that the step has to look at to get there, or None.
         roots: identities of values that the step gets at whatever it looks at.
         code: that of all functions entered, each with its globals.
+        held_elsewhere: for the identity of a leaf whose gradient's node something unknown holds,
+            the refusal of a step that runs a backward pass.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -100,6 +103,7 @@ class Reach:
         self.links: defaultdict[int, list[tuple[int, Edge | None]]] = defaultdict(list)
         self.roots: set[int] = set()
         self.code: dict[types.CodeType, dict[str, Any]] = {}
+        self.held_elsewhere: dict[int, CaptureError] = {}
 
     @property
     def parameters(self) -> list[Slot]:

@@ -854,6 +854,13 @@ def reducer_data(ddp: Any) -> dict[str, Any]:
     return found
 
 
+def comm_hook_of(ddp: Any) -> str:
+    """The name of the communication hook of a `DistributedDataParallel`, in Python or in C++, as it
+    is now; empty if it has none.
+    """
+    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+
+
 class _Zeroed(TorchDispatchMode):
     """Takes note of tensors of which zeros in their shape are asked for, and answers with the
     tensors themselves.
@@ -1396,6 +1403,7 @@ __all__ = [
     "c_function",
     "c_pointer",
     "chunk_cat",
+    "comm_hook_of",
     "compiled_codes",
     "compiled_entries",
     "compiled_graph",

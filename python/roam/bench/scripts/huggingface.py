@@ -1,4 +1,4 @@
-"""transformers, accelerate, peft and diffusers as in their examples, without Trainer and with it."""
+"""transformers, accelerate, peft and diffusers, as in their examples, with and without Trainer."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from roam.torch_compat.private import OpOverload, schema_of
 
 _ONLY_MARKS = frozenset({"profiler", "prim"})
 """Operators that compute nothing: marks in a profile, questions about metadata."""
+_DEVICE, _GROUP = "_get_object_coll_device", "_new_group_with_tag"
 _OF_OBJECTS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -35,6 +36,12 @@ def collective_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callab
         for name in _OF_OBJECTS:
             if hasattr(module, name):
                 yield module, name, refusing(name)
+    if (c10d := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
+        # The user may hold the function itself, imported by name.
+        if (plain := getattr(c10d, _DEVICE, None)) is not None:
+            yield c10d, _DEVICE, functools.partial(_device_of_objects, trace, plain)
+        if hasattr(c10d, _GROUP):
+            yield c10d, _GROUP, functools.partial(_refuse_group, trace)
     if (works := sys.modules.get("torch._C._distributed_c10d")) is not None:
         for name in ("get_future", "result"):
             yield works.Work, name, functools.partial(_refuse_results, trace, name)
@@ -45,6 +52,23 @@ def _refuse_results(trace: TraceContext, name: str, *_: Any) -> None:
         "the handle of a recorded collective holds no results; call wait() on it, and use the "
         "tensor that the collective has written to",
         code="collective", op=f"torch.distributed.Work.{name}",
+    )  # fmt: skip
+
+
+def _device_of_objects(
+    trace: TraceContext, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Refuses a collective of objects, each of which asks first where its tensors go."""
+    caller = sys._getframe(2).f_code.co_name  # behind the wrapper of this stand-in
+    if caller in _OF_OBJECTS:
+        trace.refuse_collective(f"torch.distributed.{caller}")
+    return plain(*args, **kwargs)
+
+
+def _refuse_group(trace: TraceContext, *_: Any, **__: Any) -> None:
+    trace.refuse(
+        "the step makes a process group, which every call would do again; make it before the step",
+        code="collective", op="torch.distributed.new_group",
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from roam.capture.tracing.source_location import (
     shown_path,
 )
 from roam.distributed.ddp import is_ddp
-from roam.errors import UNKNOWN_LINE, CaptureError
+from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
@@ -348,7 +348,7 @@ def _run(
     try:
         with interrupts_allowed():
             return step(*args, **kwargs)
-    except CaptureError:
+    except (CaptureError, ExecutionError):  # the latter if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -620,7 +620,9 @@ def _watched(
             replace(kind, "__call__", scripted(kind.__call__))
         replace(C, "_will_engine_execute_node", node_stand_in(fake_state.fakes()))
         run_engine = engine()
-        if fake_state.has_histories():
+        if fake_state.reach.held_elsewhere:
+            run_engine = _refusing(recorder, next(iter(fake_state.reach.held_elsewhere.values())))
+        elif fake_state.has_histories():
             run_engine = watched_engine(recorder.is_original, frames.made_by)
         if any(is_ddp(module) for _, module in fake_state.reach.modules):
             run_engine = reductions.engine(run_engine)
@@ -695,6 +697,19 @@ def _in_trace(
         return (stand_in if is_ours else original)(*args, **kwargs)
 
     return function
+
+
+def _refusing(recorder: Recorder, refusal: CaptureError) -> Callable[..., Any]:
+    """What runs autograd's engine in a step that may run no backward pass."""
+
+    def run(*_: Any, **__: Any) -> Any:
+        try:
+            recorder.refuse(str(refusal), code=refusal.code)
+        except CaptureError as error:
+            error.path = refusal.path
+            raise
+
+    return run
 
 
 def _data(recorder: Recorder) -> property:
