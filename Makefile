@@ -10,6 +10,9 @@ SITE := target/site
 # Holds numpy and the wheel alone, to show that planning a graph file needs nothing else.
 BARE := target/bare-venv
 
+# Cargo warns of make's job server, which recipes that do not run make cannot reach.
+CARGO := MAKEFLAGS= cargo
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
@@ -55,7 +58,7 @@ $(BIN)/maturin:
 
 wheel: $(BIN)/maturin
 	rm -rf $(WHEELS)
-	$(BIN)/maturin build --quiet --release --locked --out $(WHEELS)
+	MAKEFLAGS= $(BIN)/maturin build --quiet --release --locked --out $(WHEELS)
 
 # uv unpacks packages in parallel, into a folder on the same disk, and links them from there. It does not read pip's
 # settings: where it cannot reach an index, pip installs.
@@ -101,16 +104,16 @@ durations:
 	$(BIN)/python benches/durations.py target/tests.xml
 
 rust-build:
-	cargo test --locked --quiet --no-run
+	$(CARGO) test --locked --quiet --no-run
 
 rust-test:
-	cargo test --locked --quiet
-	cargo test --locked --quiet --benches
+	$(CARGO) test --locked --quiet
+	$(CARGO) test --locked --quiet --benches
 
 # ROAM_CASES says how many cases a sweep has.
 nightly: export ROAM_SWEEP_EVERY = 1
 nightly:
-	cargo test --locked --profile checked --test all -- --include-ignored
+	$(CARGO) test --locked --profile checked --test all -- --include-ignored
 
 # ROAM_FUZZ_EXAMPLES says how many.
 fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
@@ -133,7 +136,7 @@ wheel-test:
 	$(BARE)/bin/python tests/check_wheel.py
 
 bench:
-	cargo bench --locked
+	$(CARGO) bench --locked
 
 # BASE names the commit; OPTIONS goes to benches/compare.py, for example OPTIONS='--quick --filter gpt2-xl'.
 bench-compare:
@@ -153,14 +156,14 @@ docs: install
 
 site:
 	rm -rf $(SITE)
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --quiet --no-deps --package roam-core --target-dir target
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --quiet --no-deps --package roam-core --target-dir target
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs $(SITE)
 	cp -r target/doc $(SITE)/rust
 	test -f $(SITE)/rust/roam_core/index.html
 
 lint:
-	cargo fmt --all --check
-	cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --quiet --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
@@ -174,7 +177,7 @@ lint-workflows:
 	$(BIN)/zizmor --offline --quiet .github
 
 format:
-	cargo fmt --all
+	$(CARGO) fmt --all
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
@@ -209,5 +212,5 @@ ci:
 	$(MAKE) --no-print-directory test
 
 clean:
-	cargo clean --quiet
+	$(CARGO) clean --quiet
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -262,8 +262,8 @@ def nothing_saved(record: Record) -> str:
     optimal = sum(row["gap"] == 0 for row in none)
     names = ", ".join(f"{row['model']}/{row['batch']}/{row['optimizer']}" for row in none)
     return (
-        f"Without reuse {len(none)} of {len(rows)} steps need as much as in program order; for {optimal} of them that is proved to be "
-        f"the least: {names or 'none'}."
+        f"Without reuse {len(none)} of {len(rows)} steps need as much as in program order: {names or 'none'}. For {optimal} of them "
+        "that is proved to be the least."
     )
 
 
