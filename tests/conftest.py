@@ -1,7 +1,6 @@
 """What all tests share."""
 
 import gc
-import itertools
 import json
 import os
 import signal
@@ -87,26 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
-_tests = itertools.count(1)
-
-
 def pytest_runtest_setup() -> None:
-    # Each measurement of memory collects garbage first. What is older than the test, a million
-    # objects, stays out of that, and is looked at now and then.
-    if next(_tests) % 200 == 0:
-        gc.unfreeze()
-        gc.collect()
-    gc.freeze()
     # Lightning sets it when it is imported. Without a driver, PyTorch then looks for its library
     # whenever it is asked whether there is a GPU, as it is at every fake tensor's operator.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     # All compiled steps of a process share one pool, which other tests may have needed larger.
     if pools := sys.modules.get("roam.runtime.pool"):
         pools.Pool.of(sys.modules["torch"].device("cpu")).release()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries tell at the end of the process what nobody has collected
 
 
 @pytest.fixture

@@ -153,6 +153,20 @@ def test_warm_up_makes_the_state_of_a_step_known() -> None:
     assert trace.start_bytes >= 2 * weight
 
 
+def test_tensors_that_tell_nothing_of_themselves_may_be_alive() -> None:
+    lazy = torch.nn.LazyLinear(4)
+    base = torch.ones(3, requires_grad=True).clone()
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="no_grad mode"):
+        view.is_leaf  # noqa: B018
+    with pytest.raises(ValueError, match="uninitialized"):
+        lazy.weight.untyped_storage()
+    trace = measure_peak(lambda: _bytes(1000))
+    assert trace.peak_bytes == 1000
+
+
 def test_memory_that_a_kernel_takes_for_itself_is_apart() -> None:
     values = torch.rand(1000)
 

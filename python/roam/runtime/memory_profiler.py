@@ -33,7 +33,13 @@ import torch
 from roam.errors import RoamError
 from roam.garbage import all_objects
 from roam.state.autograd_hooks import in_group
-from roam.torch_compat.private import c_pointer, has_kernel, has_kernel_for, local_of
+from roam.torch_compat.private import (
+    DisableTorchFunction,
+    c_pointer,
+    has_kernel,
+    has_kernel_for,
+    local_of,
+)
 
 _START: Final = "roam.measure.start"
 _END: Final = "roam.measure.end"
@@ -413,17 +419,25 @@ def _storages() -> list[tuple[int, int, Any]]:
     # hash.
     kinds = set(map(id, _with_subclasses(torch.Tensor)))
     tensors = [item for item in all_objects() if id(type(item)) in kinds]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     found: dict[int, tuple[int, int, Any]] = {}
-    for tensor in map(local_of, tensors):
-        try:
-            storage = tensor.untyped_storage()
-            if storage.device.type == "cpu" and storage.nbytes():
-                at = storage.data_ptr()
-                found[c_pointer(storage)] = (at, storage.nbytes(), StorageWeakRef(storage))
-        except (NotImplementedError, RuntimeError):
-            continue  # sparse tensors and the like have none of their own
+    with DisableTorchFunction():  # no code of the user's subclasses, nor of lazy parameters, runs
+        tensors += filter(lambda grad: grad is not None, map(_gradient_of, tensors))
+        for tensor in map(local_of, tensors):
+            try:
+                storage = tensor.untyped_storage()
+                if storage.device.type == "cpu" and storage.nbytes():
+                    at = storage.data_ptr()
+                    found[c_pointer(storage)] = (at, storage.nbytes(), StorageWeakRef(storage))
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse tensors and the like have none of their own
     return list(found.values())
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # a view of which PyTorch refuses to tell how it was made
+        return None
 
 
 def _with_subclasses(kind: type) -> list[type]:
