@@ -62,12 +62,12 @@ wheel: $(BIN)/maturin
 
 # uv unpacks packages in parallel, into a folder on the same disk, and links them from there. It does not read pip's
 # settings: where it cannot reach an index, pip installs.
-UV_INSTALL := UV_CACHE_DIR=target/uv $(BIN)/uv pip install --python $(BIN)/python
 # Python compiles a module when it is first imported; most of those of the packages never are.
 dependencies: $(BIN)/maturin
 	mkdir -p target
 	$(BIN)/python .ci/dependencies.py zoo dev > target/dependencies.txt
-	$(UV_INSTALL) --quiet --constraint constraints.txt --requirement target/dependencies.txt || \
+	UV_CACHE_DIR=target/uv $(BIN)/uv pip install --python $(BIN)/python \
+		--quiet --constraint constraints.txt --requirement target/dependencies.txt || \
 		$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --requirement target/dependencies.txt
 	rm -rf target/uv
 

@@ -421,7 +421,7 @@ def _storages() -> list[tuple[int, int, Any]]:
     tensors = [item for item in all_objects() if id(type(item)) in kinds]
     found: dict[int, tuple[int, int, Any]] = {}
     with DisableTorchFunction():  # no code of the user's subclasses, nor of lazy parameters, runs
-        tensors += filter(lambda grad: grad is not None, map(_gradient_of, tensors))
+        tensors += [grad for grad in map(_gradient_of, tensors) if grad is not None]
         for tensor in map(local_of, tensors):
             try:
                 storage = tensor.untyped_storage()
