@@ -420,8 +420,7 @@ fn a_tensor_that_is_changed_may_be_needed_at_two_versions_at_once() {
         let made = Tensor { name: String::new(), size_bytes, kind, residency, alignment_bytes: 0 };
         builder.tensor(made).expect("few tensors")
     };
-    let large = || [100; 3];
-    let [once, by_first, by_second] = large().map(|size| tensor(size, Residency::StepLocal));
+    let [once, by_first, by_second] = [100; 3].map(|size| tensor(size, Residency::StepLocal));
     let [small, end] = [1; 2].map(|size| tensor(size, Residency::StepLocal));
     let result = tensor(1, Residency::Leaves);
     let mut add = |reads: &[TensorId], creates: &[TensorId], mutates: &[TensorId]| {

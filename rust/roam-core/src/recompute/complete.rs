@@ -154,8 +154,9 @@ impl<'a> Complete<'a> {
     }
 
     /// The cheapest schedule that keeps to a limit, persistent tensors left out. `Some(None)` where
-    /// there is no such schedule, `None` where there are too many to know. Any will do whose extra
-    /// time is at most `least_ns`: below the limit none has less, or nobody asks for less.
+    /// there is no such schedule, `None` where there are too many to know. The search
+    /// ends at one whose extra time is at most `least_ns`: within the limit none has less, or the
+    /// caller does not ask for less.
     pub(crate) fn cheapest(&self, limit_bytes: u64, least_ns: u64) -> Option<Option<Found>> {
         if let Some(known) = self.known.borrow().get(&limit_bytes) {
             return known.clone();
@@ -170,14 +171,14 @@ impl<'a> Complete<'a> {
     fn cheapest_of_divisions(&self, limit_bytes: u64, least_ns: u64) -> Option<Option<Found>> {
         let (mut best, mut states): (Option<Found>, _) = (None, MOST_STATES);
         for unpooled in self.unpooled_bytes()?.into_iter().filter(|&unpooled| unpooled <= limit_bytes) {
-            let below_ns = best.as_ref().map_or(u64::MAX, |best| best.extra_ns);
-            if best.is_some() && below_ns <= least_ns {
+            if best.as_ref().is_some_and(|best| best.extra_ns <= least_ns) {
                 break;
             }
             let pool = limit_bytes - unpooled;
             if self.least_pool.borrow().get(&unpooled).is_some_and(|&least| least > pool) {
                 continue;
             }
+            let below_ns = best.as_ref().map_or(u64::MAX, |best| best.extra_ns);
             match self.search(Aim::LeastTime((pool, unpooled)), below_ns, &mut states) {
                 Outcome::Best(found) => best = Some(found),
                 Outcome::None => {}

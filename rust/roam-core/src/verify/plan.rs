@@ -23,13 +23,15 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
     if plan.estimate != graph.estimate() {
         return Err(PlanViolation::Estimate);
     }
-    let expanded = match &plan.recomputation {
-        None => None,
-        Some(recomputation) => Some(repeats::expanded(graph, plan, recomputation)?),
+    let (expanded, step) = match &plan.recomputation {
+        None => (None, steps(graph, &plan.order)?),
+        Some(recomputation) => {
+            let (expanded, step) = repeats::expanded(graph, plan, recomputation)?;
+            (Some(expanded), step)
+        }
     };
     let original = graph;
     let graph = expanded.as_ref().unwrap_or(graph);
-    let step = steps(graph, &plan.order)?;
     match (plan.settings.streams, &plan.schedule) {
         (2.., _) if expanded.is_some() => {
             return Err(PlanViolation::Streams { streams: plan.settings.streams });

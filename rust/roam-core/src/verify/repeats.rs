@@ -14,16 +14,21 @@ use crate::graph::{Graph, Operator, OperatorId, Residency, ReusePair, Sequence, 
 use crate::plan::{Plan, Recomputation};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The graph of the plan's sequence, checked; its constraints, lifetimes and layout are not.
-pub(super) fn expanded(graph: &Graph, plan: &Plan, recomputation: &Recomputation) -> Result<Graph, PlanViolation> {
+/// The graph of the plan's sequence, checked, and the step of every run; its constraints, lifetimes
+/// and layout are not.
+pub(super) fn expanded(
+    graph: &Graph,
+    plan: &Plan,
+    recomputation: &Recomputation,
+) -> Result<(Graph, Vec<usize>), PlanViolation> {
     let expanded = expand(graph, &recomputation.sequence)?;
-    steps(&expanded.graph, &plan.order)?;
+    let step = steps(&expanded.graph, &plan.order)?;
     check_tensors(graph, &expanded)?;
     check_runs(graph, &expanded)?;
     check_waits(graph, &expanded)?;
     check_values(graph, &expanded, &plan.order)?;
     check_claims(graph, plan, recomputation)?;
-    Ok(expanded.graph)
+    Ok((expanded.graph, step))
 }
 
 fn differs(graph: &Graph, id: OperatorId, what: &'static str) -> PlanViolation {
@@ -188,9 +193,7 @@ fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Res
     let mut launched: BTreeMap<TensorId, OperatorId> = BTreeMap::new();
     let mut value: Vec<Option<u32>> = tensors(&expanded.graph).map(|id| is_there(id).then_some(0)).collect();
     for &run in order {
-        let Some(operator) = expanded.graph.operators().get(run.index()) else {
-            return Err(PlanViolation::UnknownOperator { operator: run.0 });
-        };
+        let operator = expanded.graph.operator(run);
         let id = origin(expanded, run.index());
         let of = |tensor: &TensorId| expanded.tensor_of[tensor.index()];
         for tensor in operator.reads.iter().chain(&operator.mutates) {
