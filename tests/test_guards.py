@@ -11,8 +11,8 @@ import multiprocessing
 import queue
 import random
 import string
+import sys
 import threading
-import timeit
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -1108,14 +1108,24 @@ def test_any_sequence_of_changes_is_undone(acts: list[str]) -> None:
 
 
 def test_guards_are_cheap() -> None:
-    """A step of a few milliseconds must not notice them: 150 modules, 150 parameters, in about half
-    a millisecond."""
+    """Per module they make few calls, of functions in Python and in C; each takes about 1 us."""
     model = torch.nn.ModuleList([Net() for _ in range(25)])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     guards = guards_of(plain_step, model, optimizer, torch.ones(1))
-    assert len(reach_of(plain_step, (model, optimizer, torch.ones(1))).modules) > 150
-    # The least of many: other processes share the machine.
-    assert min(timeit.repeat(guards.failure, number=1, repeat=50)) < 3e-3
+    modules = len(reach_of(plain_step, (model, optimizer, torch.ones(1))).modules)
+    assert modules > 150
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        assert guards.failure() is None
+    finally:
+        sys.setprofile(None)
+    assert calls < 20 * modules
 
 
 def test_a_bound_method_made_anew_needs_no_new_plan() -> None:
