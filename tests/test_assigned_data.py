@@ -380,6 +380,26 @@ def test_data_on_another_device_is_refused() -> None:
     assert caught.value.code == "storage_replaced"
 
 
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_gradient_of_older_data_is_refused(change: str) -> None:
+    net = network()
+    functional.mse_loss(net(torch.randn(4, 6)), torch.randn(4, 3)).backward()
+    weight = net[0].weight if change == "dtype" else net[0].bias
+    gradient = weight.grad
+    weight.data = weight.data.double() if change == "dtype" else weight.data[:1]
+
+    def step() -> None:
+        net.zero_grad()
+        weight.square().sum().backward()
+
+    with pytest.raises(roam.CaptureError, match=r"set p\.grad = None") as caught:
+        roam.compile(step)()
+    assert caught.value.code == "gradient_form"
+    assert weight.grad is gradient
+    weight.grad = None
+    roam.compile(step)()
+
+
 def test_an_update_that_a_scaler_may_leave_out_assigns_nothing() -> None:
     net = network()
     optimizer, scaler = Sharpness(net.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0)

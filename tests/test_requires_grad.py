@@ -536,6 +536,49 @@ def test_attributes_that_are_there_before_are_no_matter() -> None:
     assert step(torch.ones(3)).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_the_dtype_of_gradients_may_change_between_steps(dtype: torch.dtype | None) -> None:
+    """By default gradients of micro-batches are added up in the weights' dtype."""
+
+    def script(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3, dtype=torch.bfloat16)
+
+        @wrap
+        def step(x: torch.Tensor) -> list[torch.Tensor]:
+            for part in x.chunk(4):
+                (net(part).float().square().mean() * 3.3).backward()
+            gradients = [p.grad.float() for p in net.parameters()]
+            net.zero_grad()
+            return gradients
+
+        returned = []
+        for call in range(4):
+            if call == 2:
+                for parameter in net.parameters():
+                    parameter.grad_dtype = dtype
+            returned.append(step(torch.randn(8, 6, dtype=torch.bfloat16)))
+        return tensors_and_numbers(returned)
+
+    assert_same_bits(script(lambda step: step), script(roam.compile))
+
+
+def test_a_step_that_sets_the_dtype_of_gradients_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    @roam.compile
+    def step() -> None:
+        weight.grad_dtype = torch.float32
+        weight.square().sum().backward()
+
+    with pytest.raises(roam.CaptureError, match=r"sets grad_dtype of .*weight") as caught:
+        step()
+    assert caught.value.code == "moved"
+    assert weight.grad_dtype is torch.bfloat16
+    weight.grad_dtype = torch.float32
+    step()
+
+
 def test_capture_leaves_fakes_as_they_were() -> None:
     with roam.fake("cpu"):
         net, x = nn.Linear(3, 1), torch.randn(2, 3)

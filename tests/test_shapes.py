@@ -292,6 +292,7 @@ class TestLimit:
             (lambda net, place: net.lengths.append(place), ("net.lengths changed", "belongs in tensors")),
             (lambda net, place: setattr(net, "made", SimpleNamespace(scale=2)), ("net.made", "best made once")),
             (lambda net, place: place, ("args[1]", "make it a tensor")),
+            (lambda net, place: {"path": [f"{place}.png"]}, ("args[1]['path'][0]", "leave it out of the arguments")),
             (lambda net, place: torch.nn.Linear(2, 2), ("args[1]", "call roam.compile anew for each")),
             (lambda net, place: torch.ones(place), ("args[1]", "pad it to a few lengths")),
         ],

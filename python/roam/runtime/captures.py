@@ -165,8 +165,9 @@ class Captures(Sequence[Captured[R]]):
                 "the same one to all calls, or, to train one model after another, call roam.compile anew for each"
             )
         return (
-            f"{path} has come with {counts[place]} values lately: make it a tensor, or a float that the step only calculates "
-            "with, or keep more plans by roam.compile(max_plans=...)"
+            f"{path} has come with {counts[place]} values lately: if the step does not need it, as with file names and "
+            "counts of batches, leave it out of the arguments; otherwise make it a tensor, or a float that the step only "
+            "calculates with, or keep more plans by roam.compile(max_plans=...)"
         )
 
     def _use(self, captured: Captured[R]) -> None:

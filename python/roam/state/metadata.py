@@ -34,6 +34,7 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.is_leaf,
         tensor.retains_grad,
+        tensor.grad_dtype,
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
         _attributes_of(tensor),
@@ -99,7 +100,7 @@ def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _NAMES: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
 )  # fmt: skip
 
 
@@ -159,7 +160,7 @@ class Table:
 
 
 _seen: Final = operator.attrgetter(
-    "layout", "dtype", "shape", "device", "requires_grad", "is_leaf", "retains_grad"
+    "layout", "dtype", "shape", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype"
 )
 _attributes: Final = operator.attrgetter("__dict__")
 _METHODS: Final = (

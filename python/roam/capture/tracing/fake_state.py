@@ -666,6 +666,16 @@ def _check_tensor(tensor: Any, path: str) -> None:
             "has attributes that hold tensors; keep those elsewhere, for example as buffers",
             code="tensor_attribute",
         )
+    gradient = _gradient_of(tensor)
+    if gradient is not None and not (
+        gradient.shape == tensor.shape and tensor.grad_dtype in (gradient.dtype, None)
+    ):
+        refuse(
+            path,
+            f"has a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} from before it "
+            "was given other data (p.data = x); set p.grad = None where that is done",
+            code="gradient_form",
+        )
     if tensor.grad_fn is not None and tensor.retains_grad:
         refuse(
             path,

@@ -423,7 +423,8 @@ class _Original:
     """
 
     __slots__ = (
-        "flag", "history", "hooks", "keeps_gradient", "layout", "notes", "part", "slot", "tensor"
+        "flag", "gradient_dtype", "history", "hooks", "keeps_gradient", "layout", "notes", "part",
+        "slot", "tensor",
     )  # fmt: skip
 
     def __init__(self, tensor: FakeTensor, slot: int) -> None:
@@ -435,6 +436,7 @@ class _Original:
         self.keeps_gradient = tensor.retains_grad
         self.hooks = hooks_on(tensor)
         self.notes = own_attributes(tensor)
+        self.gradient_dtype = _own_gradient_dtype(tensor)
 
     def is_detached(self) -> bool:
         """Whether the step has taken its history away in place, and given it nothing instead."""
@@ -461,6 +463,11 @@ class _Original:
             give_history(self.tensor, self.history.refuse)
         elif self.has_other_flag():
             self.tensor.requires_grad_(self.flag)
+
+
+def _own_gradient_dtype(tensor: FakeTensor) -> tuple[torch.dtype | None, ...]:
+    """The `grad_dtype` that the user has set; empty if gradients have the tensor's own dtype."""
+    return () if tensor.grad_dtype == tensor.dtype else (tensor.grad_dtype,)
 
 
 _Received = list[tuple[ArgumentReference, FakeTensor, Any]]
@@ -1053,6 +1060,12 @@ def _original_endings(
             raise CaptureError(
                 f"the step leaves hooks on {references[one.slot].path}; remove them in the step "
                 "itself, or add them outside of it",
+                code="moved",
+            )
+        if _own_gradient_dtype(one.tensor) != one.gradient_dtype:
+            raise CaptureError(
+                f"the step sets grad_dtype of {references[one.slot].path}, which a plan cannot repeat; "
+                "set it once, before the first step",
                 code="moved",
             )
         notes = own_attributes(one.tensor)
