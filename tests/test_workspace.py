@@ -324,6 +324,70 @@ def test_what_cleared_kernels_take_is_in_the_total(name: str, pool: bool) -> Non
     assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
 
 
+CHOICES = torch.rand(512, 64) > 0.5
+ROWS = torch.rand(512) > 0.3
+BAGS = torch.randint(200, (1200,)), torch.arange(0, 1200, 3)
+SELECTED, SELECTED_ROWS = X[CHOICES], X[ROWS]
+OTHER_VALUES: dict[str, Any] = {
+    "conjugate": lambda: torch.bmm(
+        torch.complex(X, X).view(8, 64, 64).mH, torch.complex(X, X).view(8, 64, 64)
+    ).neg(),
+    "mask": lambda: X[CHOICES],
+    "mask of rows": lambda: X[ROWS],
+    "mask of columns": lambda: X[:, ROWS[:64]],
+    "masks of both": lambda: X[:30][CHOICES[0, :30], :][:, None],
+    "selection": lambda: X.masked_select(ROWS[:, None]),
+    "put": lambda: X.index_put((CHOICES,), SELECTED, accumulate=True),
+    "put in place": lambda: X.clone().index_put_((ROWS,), SELECTED_ROWS),
+    "added in place": lambda: X.clone().add_(X.bfloat16(), alpha=2),
+    "bags": lambda: torch.ops.aten._embedding_bag_backward(
+        X[:400], *BAGS, BAGS[0] // 100, torch.full((400,), 3), torch.zeros(400, 64, dtype=torch.int64),
+        200, False, 2, False, None,
+    ),
+    "turned": lambda: X.t().contiguous().neg(),
+    "unfolded": lambda: torch.nn.functional.unfold(X.view(1, 8, 64, 64), 3).neg(),
+    "attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+        *(X.view(1, 2, 256, 64) for _ in range(3))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_what_zeros_would_not_show_is_found(name: str) -> None:
+    """Zeros select nothing, are no conjugates, and leave bags empty."""
+    trace = measure_peak(OTHER_VALUES[name], warmup=1)
+    taken = capture_and_workspaces(lambda x: (OTHER_VALUES[name](), x), X)
+    assert trace.peak_workspace_bytes
+    assert max(size for _, size in taken) == pytest.approx(trace.peak_workspace_bytes, rel=0.05)
+
+
+def test_optimizers_that_convert_their_updates_take_what_is_planned() -> None:
+    """Muon computes in half precision, and `add_` converts the update first."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(6)))
+    optimizer = torch.optim.Muon(model.parameters())
+    call = model, optimizer, torch.randn(64, 96), torch.randint(0, 96, (64,))
+    compiled = roam.compile(plain_step)
+    compiled(*call)
+    compiled(*call)
+    compiled.measured(*call)
+    memory = compiled.memory()
+    assert memory.measured_bytes is not None
+    assert memory.measured_bytes <= memory.total_bytes
+
+
+def test_a_small_step_takes_no_more_than_planned() -> None:
+    """The state of the random generator, which is kept for a failed run, is no tensor."""
+    model = torch.nn.Linear(1, 1)
+    call = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 1), torch.zeros(1, 1)
+    compiled = roam.compile(plain_step)
+    for _ in range(2):
+        compiled(*call)
+    compiled.measured(*call)
+    memory = compiled.memory()
+    assert memory.measured_bytes is not None
+    assert memory.measured_bytes <= memory.total_bytes
+
+
 def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:
     with roam.fake():
         call = images()

@@ -16,6 +16,7 @@ import torch
 
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
+from roam.kernels.samples import set_values
 from roam.kernels.workspace import kernels_alone, signature_of, touched_bytes, zeros
 from roam.program.ir import Call, Program
 from roam.program.operators import is_ours
@@ -142,6 +143,7 @@ def _measured(program: Program, call: Call, at: Placed | None, device: torch.dev
 
 def _run_of(program: Program, call: Call, at: Placed | None) -> Callable[[], object]:
     args, kwargs = zeros(program, (call.args, call.kwargs))
+    set_values(program, call, args)
     target = call.target
     if at is not None and not at.by_rows:
         metas = (program.slots[slot] for slot in call.outputs if slot is not None)

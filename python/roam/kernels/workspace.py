@@ -22,7 +22,9 @@ import torch
 
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
+from roam.kernels.samples import set_values, wants_values
 from roam.kernels.table import layout
+from roam.program.bits import with_bits
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import ATTENTION, is_region, on_list
 from roam.program.releases import Release, released
@@ -51,16 +53,20 @@ _IN_STEPS = (
     "ormqr", "renorm", "scatter_reduce", "searchsorted", "soft_margin_loss_backward", "upsample_",
 )  # fmt: skip
 """How the names of operators begin whose kernels make something in between, whatever they get."""
-_ON_ONES = frozenset(("aten.linalg_matrix_exp.default", "aten.cumprod_backward.default"))
-"""Operators that go another way for zeros than for most numbers: `matrix_exp` has shorter ways for
-small norms, and gradients of products take care of zeros.
-"""
 _LEAST_BYTES = 64
 """Where a kernel writes to a given place, less than this does not count: numbers become tensors."""
 _TO_OUT = frozenset(("aten._chunk_cat.out",))
 """Operators that make something in between and write the result to their argument `out`: they first
 copy what cannot be cut evenly.
 """
+_KNOWN = _TO_OUT | {"aten._scaled_dot_product_flash_attention_for_cpu.default"}
+"""Operators that change or draw nothing else, whatever their schemas say: this attention has no
+dropout.
+"""
+_AT_PLACES = frozenset(("aten.index_put_.default",))
+"""Operators that change some places of an argument."""
+_LESS_TO_OUT = frozenset(("aten.im2col.default",))
+"""Operators that copy an argument unless they write to a given place, as they do only in a pool."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -106,6 +112,10 @@ def workspaces(
     Raises:
         NoRoom: a kernel has to be tried for which there is no room.
     """
+    placed = [
+        None if call.name in _LESS_TO_OUT else at
+        for call, at in zip(program.calls, placed, strict=True)
+    ]
     signatures: dict[int, object] = {
         index: (signature_of(program, call), _is_written(at))
         for index, call in enumerate(program.calls)
@@ -277,12 +287,31 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
         return False  # who knows what else it does
     # What a compiled region changes and draws comes back; of other calls that change something
     # little is known, unless it is their `out`.
-    is_known = is_region(call.target) or call.target in ATTENTION or call.name in _TO_OUT
+    is_known = (
+        is_region(call.target)
+        or call.target in ATTENTION
+        or call.name in _KNOWN
+        or (_changes_alone(program, index) and _converts(program, call))
+    )
     if not is_known and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
-    # Attention may keep its seed, one number, on the CPU.
-    return all(meta is not None and (meta.device == device or not meta.shape) for meta in metas)
+    # Live numbers have none. Attention may keep its seed, one number, on the CPU.
+    return all(meta is None or meta.device == device or not meta.shape for meta in metas)
+
+
+def _changes_alone(program: Program, index: int) -> bool:
+    """Whether all that a call does is to change arguments element by element, or at some places."""
+    call = program.calls[index]
+    if not call.mutates or call.random or _made(program, index) or is_region(call.target):
+        return False
+    return torch.Tag.pointwise in call.target.tags or call.name in _AT_PLACES
+
+
+def _converts(program: Program, call: Call) -> bool:
+    """Whether a kernel that changes arguments first makes other tensors from what it reads."""
+    metas = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
+    return call.name in _AT_PLACES or len({meta.dtype for meta in metas if meta.shape}) > 1
 
 
 def touched_bytes(program: Program, call: Call) -> int:
@@ -294,7 +323,7 @@ def touched_bytes(program: Program, call: Call) -> int:
 
 def _trial_bytes(program: Program, index: int) -> int:
     """Bytes that trying a call takes, except for what its kernel takes: see `_taken`."""
-    if program.calls[index].mutates:
+    if program.calls[index].mutates or wants_values(program.calls[index]):
         return touched_bytes(program, program.calls[index])
     made = {program.storage_of(slot) for slot in _made(program, index)}
     slots = program.calls[index].refs()
@@ -319,9 +348,12 @@ def _allocates(program: Program, call: Call, at: Placed, device: torch.device) -
     name = call.name.partition(".")[2]
     if device.type == "cuda" or name.startswith(_IN_STEPS):
         return True
-    if at.placement.name in _MOVES or at.workspace_bytes:
-        return False  # it takes nothing, or it is known what
     inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
+    if any(meta.is_conj or meta.is_neg for meta in inputs):
+        return True
+    if at.placement.name in _MOVES or at.workspace_bytes:
+        # Otherwise it takes nothing, or it is known what.
+        return any(_is_turned(meta) for meta in inputs)
     dtypes = {meta.dtype for meta in inputs}
     if name in _PRODUCTS:
         small_float32 = float32_precisions("mkldnn")[0] not in ("none", "ieee")
@@ -340,6 +372,11 @@ def _allocates(program: Program, call: Call, at: Placed, device: torch.device) -
     numbers = (dtypes | made) - {torch.int64}  # which are indices mostly
     is_plain = len(numbers) <= 1 and numbers <= _PLAIN and made <= {*dtypes, torch.int64}
     return bool(inputs) and (not is_plain or any(layout(meta) != "C" for meta in inputs))
+
+
+def _is_turned(meta: TensorMeta) -> bool:
+    """Whether a copy turns a matrix, which it does block by block, each by way of a buffer."""
+    return len(meta.shape) == 2 and meta.stride == (1, meta.shape[0]) and min(meta.shape) > 1
 
 
 def _is_matrix(meta: TensorMeta) -> bool:
@@ -370,9 +407,13 @@ def signature_of(program: Program, call: Call) -> object:
         if meta is None:
             return ("number",)
         shared = storages.setdefault(meta.storage, len(storages))
-        return meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, shared
+        bits = (meta.is_conj, meta.is_neg) if meta.is_conj or meta.is_neg else ()
+        return meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, shared, *bits
 
     arguments = substitute((call.args, call.kwargs), lambda ref: told(program.slots[ref.slot]))
+    if wants_values(call):
+        slots = [program.slots[slot] for slot in call.outputs if slot is not None]
+        arguments = *arguments, [meta and meta.shape for meta in slots]
     return call.name, repr(arguments), settings()
 
 
@@ -412,9 +453,9 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     slots = _made(program, index) if _is_written(at) else []
     # Arguments that the call only reads can share one memory of zeros. If it writes to one of them,
     # what it writes could be a wrong index in another.
-    args, kwargs = zeros(program, (call.args, call.kwargs), is_one=not call.mutates)
-    if call.name in _ON_ONES:
-        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.fill_(1), (args, kwargs))
+    is_one = not call.mutates and not wants_values(call)
+    args, kwargs = zeros(program, (call.args, call.kwargs), is_one=is_one)
+    set_values(program, call, args)
     outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
@@ -424,7 +465,7 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
             kernel(*given, **named)
             return []
         results = pytree.tree_leaves(call.target(*args, **kwargs))
-        if call.name in _TO_OUT:
+        if call.name in _TO_OUT or _changes_alone(program, index):
             return []
         return [result for result in results if isinstance(result, torch.Tensor)]
 
@@ -465,7 +506,8 @@ def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
                 sizes[name(meta)], dtype=torch.uint8, device=meta.device
             ).untyped_storage()
         view = torch.empty(0, dtype=meta.dtype, device=meta.device)
-        return view.set_(storages[name(meta)], meta.offset, meta.shape, meta.stride)
+        view.set_(storages[name(meta)], meta.offset, meta.shape, meta.stride)
+        return with_bits(view, meta.is_conj, meta.is_neg)
 
     substitute(arguments, lambda ref: size(program.slots[ref.slot]))
     return substitute(arguments, lambda ref: made(program.slots[ref.slot]))

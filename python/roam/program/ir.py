@@ -65,6 +65,10 @@ class TensorMeta:
     device: torch.device
     storage: int
     """Number of its storage in `Program.storages`."""
+    is_conj: bool = False
+    """Whether it stands for the conjugate of what lies there."""
+    is_neg: bool = False
+    """Whether it stands for the negative of what lies there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,8 +292,9 @@ def _renumber(
             return meta
         # `replace` takes several times as long.
         return TensorMeta(
-            meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, storages[meta.storage]
-        )
+            meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, storages[meta.storage],
+            meta.is_conj, meta.is_neg,
+        )  # fmt: skip
 
     def renamed(value: Any) -> Any:
         return substitute(value, lambda ref: ref_to(slot_of(ref.slot)))

@@ -288,8 +288,8 @@ class Runner:
                 self._executor.held(),
                 self._kernels_alone(),
             ):
-                # Not as tensors: those would count as memory of the step.
-                drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
+                # Not by `get_state`: it makes a tensor, which would count as memory of the step.
+                drawn = [generator.clone_state() for generator in self._generators]
                 try:
                     run = (
                         self._executor.run_checked
@@ -567,7 +567,7 @@ class Runner:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
+    def _failed(self, error: Exception, drawn: list[torch.Generator]) -> Exception:
         """What to raise for an error of a run."""
         settle()  # until then, collectives under way use memory of the run's
         failure = self._executor.failure(error)
@@ -580,7 +580,7 @@ class Runner:
         where, cause = f"{failure.call.name} at {failure.call.source}", str(error).removesuffix(".")
         if not changed:
             for generator, state in zip(self._generators, drawn, strict=True):
-                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+                generator.set_state(state.get_state())
             if failure.call.is_branch:
                 place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
                 answers = (*self._answers[:place], not self._answers[place])

@@ -526,6 +526,8 @@ class Slots:
             tensor.dtype,
             tensor.fake_device,  # `device` would be dispatched like an operator
             storage,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
         self.program.slots.append(meta)
         self._refs.append(ref_to(len(self._refs)))
