@@ -87,28 +87,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Older:
-    """What is older than a test, a million objects. Collections do not look at it while the test
-    runs, of which each measurement of memory begins with one.
+    """Hides all objects that are older than a test, about a million, from Python's garbage collector
+    while the test runs. Each measurement of memory begins with a collection.
 
-    It contains no garbage when it is frozen. What roam looks for among all objects, it unfreezes.
+    At the first test of a file these contain no garbage. At others they may contain garbage of the
+    same file's tests, if one of those has unfrozen all objects, as roam does to search them.
     """
 
     def __init__(self) -> None:
         self._unfreeze, gc.unfreeze = gc.unfreeze, self.unfreeze
         self._frozen_for: Path | None = None
+        self._is_frozen = False
 
     def freeze(self, test_file: Path) -> None:
         if test_file != self._frozen_for:
+            self._unfreeze()
             gc.collect()
+        elif not self._is_frozen:
+            gc.collect(1)  # what earlier tests of the file left in the oldest generation stays
+        if test_file != self._frozen_for or not self._is_frozen:
             gc.freeze()
-            self._frozen_for = test_file
+        self._frozen_for, self._is_frozen = test_file, True
         if profiler := sys.modules.get("roam.runtime.memory_profiler"):
             # No tensor that is older than a test is released by what the test measures.
             profiler.all_objects = gc.get_objects
 
     def unfreeze(self) -> None:
         self._unfreeze()
-        self._frozen_for = None
+        self._is_frozen = False
 
 
 _older = _Older()

@@ -178,11 +178,9 @@ def half_step(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("step", [plain_step, half_step])
-@pytest.mark.parametrize("pool", [True, False])
-def test_what_kernels_make_in_between_is_in_the_total(pool: bool, step: Any) -> None:
-    """Kernels that write where they are told, too: masks of rows, arguments in another order."""
-    call = masked()
+def assert_takes_no_more_than_planned(
+    step: Any, call: tuple[Any, ...], *, pool: bool | None = None
+) -> None:
     compiled = roam.compile(step, pool=pool)
     compiled(*call)
     compiled(*call)
@@ -190,6 +188,13 @@ def test_what_kernels_make_in_between_is_in_the_total(pool: bool, step: Any) -> 
     memory = compiled.memory()
     assert memory.measured_bytes is not None
     assert memory.measured_bytes <= memory.total_bytes
+
+
+@pytest.mark.parametrize("step", [plain_step, half_step])
+@pytest.mark.parametrize("pool", [True, False])
+def test_what_kernels_make_in_between_is_in_the_total(pool: bool, step: Any) -> None:
+    """Kernels that write where they are told, too: masks of rows, arguments in another order."""
+    assert_takes_no_more_than_planned(step, masked(), pool=pool)
 
 
 @pytest.fixture
@@ -366,26 +371,14 @@ def test_optimizers_that_convert_their_updates_take_what_is_planned() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(6)))
     optimizer = torch.optim.Muon(model.parameters())
     call = model, optimizer, torch.randn(64, 96), torch.randint(0, 96, (64,))
-    compiled = roam.compile(plain_step)
-    compiled(*call)
-    compiled(*call)
-    compiled.measured(*call)
-    memory = compiled.memory()
-    assert memory.measured_bytes is not None
-    assert memory.measured_bytes <= memory.total_bytes
+    assert_takes_no_more_than_planned(plain_step, call)
 
 
 def test_a_small_step_takes_no_more_than_planned() -> None:
     """The state of the random generator, which is kept for a failed run, is no tensor."""
     model = torch.nn.Linear(1, 1)
     call = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 1), torch.zeros(1, 1)
-    compiled = roam.compile(plain_step)
-    for _ in range(2):
-        compiled(*call)
-    compiled.measured(*call)
-    memory = compiled.memory()
-    assert memory.measured_bytes is not None
-    assert memory.measured_bytes <= memory.total_bytes
+    assert_takes_no_more_than_planned(plain_step, call)
 
 
 def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:

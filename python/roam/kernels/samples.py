@@ -15,23 +15,24 @@ from roam.program.ir import Call, Program, TensorMeta
 from roam.torch_compat.private import pytree
 
 
-def _all_ones(call: Call, args: Sequence[Any], result: TensorMeta | None) -> None:
+def _all_ones(args: Sequence[Any], result: TensorMeta | None) -> None:
     """`matrix_exp` has shorter ways for small norms; gradients of products take care of zeros."""
     pytree.tree_map_only(Tensor, lambda tensor: tensor.fill_(1), args)
 
 
-def _full_bags(call: Call, args: Sequence[Any], result: TensorMeta | None) -> None:
+def _full_bags(args: Sequence[Any], result: TensorMeta | None) -> None:
     """The gradient of a bag's maximum leaves out bags that are empty."""
-    args[4].fill_(1)
+    sizes = args[4]
+    sizes.fill_(1)
 
 
-def _selected(call: Call, args: Sequence[Any], result: TensorMeta | None) -> None:
+def _selected(args: Sequence[Any], result: TensorMeta | None) -> None:
     """A mask selects as many elements as the result has."""
     if result is not None:
         _select(args[1], result.shape[0])
 
 
-def _indexed(call: Call, args: Sequence[Any], result: TensorMeta | None) -> None:
+def _indexed(args: Sequence[Any], result: TensorMeta | None) -> None:
     """Masks select as many elements as the result, or what is put in their place, has."""
     tensor, indices = args[:2]
     masks = [index for index in indices if index is not None and index.dtype == torch.bool]
@@ -49,14 +50,16 @@ def _indexed(call: Call, args: Sequence[Any], result: TensorMeta | None) -> None
 
 
 def _select(mask: Tensor, count: int) -> None:
-    """Makes about so many elements of a mask true; an element of memory may stand for several."""
+    """Makes `count` elements of a mask true, or a few more where an element of an expanded mask's
+    memory stands for several.
+    """
     own = mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride())]
     flat = torch.zeros(own.numel(), dtype=mask.dtype, device=mask.device)
     flat[: -(-count * own.numel() // max(mask.numel(), 1))] = True
     own.copy_(flat.view(own.shape))
 
 
-_Set = Callable[[Call, Sequence[Any], TensorMeta | None], None]
+_Set = Callable[[Sequence[Any], TensorMeta | None], None]
 _SETS: Final[Mapping[str, _Set]] = MappingProxyType(
     {
         "aten._embedding_bag_backward.default": _full_bags,
@@ -79,4 +82,4 @@ def set_values(program: Program, call: Call, args: Sequence[Any]) -> None:
     """Writes to arguments that are zeros what the call's kernel has to find there."""
     if call.name in _SETS:
         slot = call.outputs[0]
-        _SETS[call.name](call, args, None if slot is None else program.slots[slot])
+        _SETS[call.name](args, None if slot is None else program.slots[slot])
