@@ -87,11 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Older:
-    """Hides all objects that are older than a test, about a million, from Python's garbage collector
-    while the test runs. Each measurement of memory begins with a collection.
+    """Hides all objects that are older than a test from Python's garbage collector while the test
+    runs. There are about a million, and each measurement of memory begins with a collection.
 
-    At the first test of a file these contain no garbage. At others they may contain garbage of the
-    same file's tests, if one of those has unfrozen all objects, as roam does to search them.
+    The first test of a file hides no garbage. Others may hide garbage of earlier tests of the file,
+    if one of those has unfrozen all objects, as roam does to search them.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,8 @@ _STANDARD: Final = frozenset(sys.stdlib_module_names)
 
 
 @functools.cache
-def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether a module is one of these, or lies in one of these packages."""
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
@@ -105,7 +106,7 @@ def is_library(module: object) -> bool:
     """
     return type(module) is str and (
         (
-            (_is_standard(module) or _is_in(module, _LIBRARIES) or _is_in(module, _WATCHERS))
+            (_is_standard(module) or is_in(module, _LIBRARIES) or is_in(module, _WATCHERS))
             and not _is_of_user(module.partition(".")[0])
         )
         or is_own_module(module)
@@ -174,8 +175,8 @@ def is_opaque(kind: type) -> bool:
         type(module) is str
         and (
             (_is_standard(module) and module not in _HOLDERS and module != "__main__")
-            or _is_in(module, _WATCHERS)
-            or _is_in(module, _MESHES)
+            or is_in(module, _WATCHERS)
+            or is_in(module, _MESHES)
         )
         and not _is_of_user(module.partition(".")[0])
     )

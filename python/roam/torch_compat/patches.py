@@ -172,6 +172,8 @@ PATCHES: Final = (
           "of the parts of a parameter only those are made that a rank asks for",
           "`roam plan --world 512` makes 512 fake tensors of every parameter", optional=True),
     # Processes and the environment.
+    *(Patch(module, ("open",), "a step that opens files is refused", "what it reads is frozen, and what it writes is lost")
+      for module in ("builtins", "io")),
     Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                                 "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),
     Patch("torch._C._distributed_c10d.Work", ("get_future", "result"), "the handles of recorded collectives hold no results",

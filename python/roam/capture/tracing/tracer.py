@@ -34,6 +34,7 @@ from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.tracing.gradient_history import VIEW, give_history, watched_engine
 from roam.capture.tracing.imports import imports_leave
+from roam.capture.tracing.opened_files import open_stand_ins
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch, stand_ins
 from roam.capture.tracing.scalar_guards import may_be_asked
@@ -657,6 +658,8 @@ def _watched(
         for holder, name, stand_in in fake_state.reliance.stand_ins(
             lambda reason: recorder.refuse(reason, code="moved")
         ):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in open_stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in dtensors.stand_ins(recorder):
             replace(holder, name, stand_in)

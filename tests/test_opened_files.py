@@ -1,0 +1,106 @@
+"""Files that a step opens: refused, since a plan's run would neither read nor write them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import roam
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "open": lambda path: open(path).read(),
+    "pathlib": lambda path: path.read_text(),
+    "numpy": lambda path: np.load(path, allow_pickle=True),
+    "torch": lambda path: torch.load(path),
+}
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "open": lambda path: open(path, "a").write("x"),
+    "pathlib": lambda path: path.write_text("x"),
+    "numpy": lambda path: np.savetxt(path, np.ones(2)),
+}
+CASES = [*READERS.values(), *WRITERS.values()]
+
+
+@pytest.mark.parametrize("use", CASES, ids=[*READERS, *(f"{name} to write" for name in WRITERS)])
+def test_a_step_that_opens_a_file_is_refused(use: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def step() -> torch.Tensor:
+        weight.square().sum().backward()
+        use(path)
+        return weight.grad + 0
+
+    with pytest.raises(roam.CaptureError, match=r"opens '.*file'.*arguments") as caught:
+        roam.compile(step)()
+    assert caught.value.code == "file"
+    assert caught.value.source.startswith(__file__)
+    assert weight.grad is None
+    assert not path.exists()
+
+
+def test_a_file_in_a_branch_is_refused_when_the_branch_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "spikes"
+
+    @roam.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 3.0:
+            path.write_text("a spike")
+        return x * 2
+
+    for _ in range(3):
+        step(torch.ones(2))
+    with pytest.raises(roam.CaptureError) as caught:
+        step(torch.full((2,), 9.0))
+    assert caught.value.code == "file"
+
+
+def test_other_threads_open_files_while_a_step_is_captured(tmp_path: Path) -> None:
+    """As those of loaders do."""
+    path = tmp_path / "data"
+    path.write_text("text")
+    begun, ended = threading.Event(), threading.Event()
+    read: list[str] = []
+
+    def load() -> None:
+        begun.wait(30)
+        read.append(path.read_text())
+        ended.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+
+    @roam.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        ended.wait(30)
+        return x * 2
+
+    step(torch.ones(2))
+    thread.join()
+    assert read == ["text"]
+
+
+def test_a_module_that_the_step_imports_may_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "VERSION").write_text("2")
+    (tmp_path / "reads_its_version.py").write_text(
+        "from pathlib import Path\nFACTOR = int((Path(__file__).parent / 'VERSION').read_text())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    @roam.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        import reads_its_version  # type: ignore[import-not-found]
+
+        return x * reads_its_version.FACTOR
+
+    for _ in range(2):
+        assert step(torch.ones(2)).tolist() == [2.0, 2.0]
