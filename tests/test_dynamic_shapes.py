@@ -161,6 +161,14 @@ class TestNumbersOfTheBatch:
     def test_decide(self, use: Any) -> None:
         same(lambda model, x, counts: use(model(x), counts).sum(), COUNTS)
 
+    def test_do_not_decide_where_the_size_is_given(self) -> None:
+        def body(model: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            size = int(COUNTS[0][1].sum())
+            return model(x).repeat_interleave(counts, dim=0, output_size=size).square().sum()
+
+        x, counts = COUNTS[0]
+        assert captures(same(body, [(x, counts.roll(n)) for n in range(3)])) == 1
+
     def test_that_are_only_calculated_with_are_not_asked(self) -> None:
         step = same(lambda model, x, counts: model(x).sum() / counts.sum().item(), COUNTS)
         assert captures(step) == 1
@@ -386,6 +394,42 @@ class TestRefusals:
         error = refused(body, *MASKS[0])
         assert error.code == "data_dependent"
         assert "use a form with a fixed shape" in str(error)
+
+    @pytest.mark.parametrize(
+        ("refused_use", "advised", "instead"),
+        [
+            (lambda y: y.nonzero(), "nonzero_static", lambda y: torch.nonzero_static(y, size=24)),
+            (
+                lambda y: y.argmax(1).bincount(),
+                "one_hot",
+                lambda y: nn.functional.one_hot(y.argmax(1), 4).sum(0),
+            ),
+            (
+                lambda y: y.repeat_interleave(y.argmax(1) * 0 + 2, dim=0),
+                "output_size",
+                lambda y: y.repeat_interleave(y.argmax(1) * 0 + 2, dim=0, output_size=12),
+            ),
+            (
+                lambda y: torch.linalg.lstsq(y, y).solution,
+                "torch.linalg.pinv(a) @ b",
+                lambda y: torch.linalg.pinv(y) @ y,
+            ),
+            (
+                lambda y: y.argmax(1).unique(),
+                "torch.sort",
+                lambda y: (y.argmax(1).sort().values.diff() != 0).sum(),
+            ),
+            (lambda y: y[y > 0], "masked_fill", lambda y: y.masked_fill(y <= 0, 0.0)),
+        ],
+    )
+    def test_tell_what_works_instead(self, refused_use: Any, advised: str, instead: Any) -> None:
+        def body(use: Any) -> Any:
+            return lambda model, x: use(model(x)).sum() * 0.5 + model(x).sum()
+
+        error = refused(body(refused_use), MASKS[0][0])
+        assert error.code == "data_dependent"
+        assert advised in str(error)
+        assert captures(same(body(instead), [(torch.randn(6, 4),) for _ in range(3)])) == 1
 
     def test_of_fakes_whose_values_nobody_knows(self) -> None:
         with roam.fake():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,18 @@ aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
 Answer = Any
 """A number, or a tuple of what is compared by value."""
+_MASKED: Final = "torch.where with three arguments, masked_fill, or a product with the mask"
+_FIXED: Final = {
+    "bincount": "torch.nn.functional.one_hot(x, n).sum(0), where n is the number of bins",
+    "linalg_lstsq": "torch.linalg.pinv(a) @ b, or torch.linalg.qr",
+    "nonzero": f"{_MASKED}; or torch.nonzero_static(x, size=n), where n is the largest number",
+    "repeat_interleave": "its argument output_size, the sum of all repeats",
+    **dict.fromkeys(
+        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+        "torch.sort, and a comparison of each element with the next",
+    ),
+}
+"""By names of operators: what gives a result of a fixed shape instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,18 @@ class Decided:
     """The call's results, as fakes."""
     value: Callable[[Answer], tuple[int, torch.Tensor]] | None = None
     """Place and value of a result that the answer holds whole, if there is one."""
+
+
+def shape_refusal(operator: str) -> str:
+    """Why an operator is refused if nobody can know its result's shape before the step runs, and
+    what to use instead.
+    """
+    instead = _FIXED.get(operator.split(".")[1], _MASKED)
+    return (
+        "the shape of its result depends on floating-point data or on what the step computes; use "
+        f"a form with a fixed shape: {instead}. Integer and boolean tensors that exist before the "
+        "step, among its arguments or in buffers, may decide shapes"
+    )
 
 
 def may_be_decided(func: Any) -> bool:
@@ -98,6 +122,10 @@ def _of_layouts(device: torch.device, answer: Answer) -> Any:
         for shape, strides, dtype in layouts
     )
     return made if is_tuple else made[0]
+
+
+def _by_repeats(func: Any, repeats: Any, output_size: int | None) -> Decided | None:
+    return _by_all(func, repeats, output_size) if output_size is None else None
 
 
 def _by_masks(func: Any, tensor: Any, indices: Sequence[Any]) -> Decided | None:
@@ -183,7 +211,6 @@ _RULES: dict[Any, Callable[..., Decided | None]] = {
         (
             aten.nonzero.default,
             aten.bincount.default,
-            aten.repeat_interleave.Tensor,
             aten._unique.default,
             aten._unique2.default,
             aten.unique_dim.default,
@@ -192,6 +219,7 @@ _RULES: dict[Any, Callable[..., Decided | None]] = {
         ),
         _by_all,
     ),
+    aten.repeat_interleave.Tensor: _by_repeats,
     aten.index.Tensor: _by_masks,
     aten.masked_select.default: _by_mask,
     aten._pack_padded_sequence.default: _by_lengths,

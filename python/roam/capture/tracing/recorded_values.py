@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from roam.capture.cuda_estimate import absent
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
-from roam.capture.tracing.dynamic_shapes import Decided, contents_of
+from roam.capture.tracing.dynamic_shapes import Decided, contents_of, shape_refusal
 from roam.capture.tracing.fake_cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.tracing.recorded_slots import UNKNOWN, Places, Slots
 from roam.capture.tracing.rng import Watch
@@ -54,12 +54,6 @@ from roam.torch_compat.private import (
 
 aten = torch.ops.aten
 
-BY_DATA = (
-    "the shape of its result depends on floating-point data or on what the step computes; use a "
-    "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
-    "the mask. Integer and boolean tensors that exist before the step, among its arguments or "
-    "in buffers, may decide shapes"
-)
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 _ASKED = -2
@@ -475,7 +469,9 @@ class Values(Slots):
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None:
-            self.refuse(BY_DATA, code="data_dependent", op=call.name, source=call.source)
+            self.refuse(
+                shape_refusal(call.name), code="data_dependent", op=call.name, source=call.source
+            )
         with disable_current_modes():
             value = None if shape.value is None else shape.value(answer)
         return shape.make(answer), value

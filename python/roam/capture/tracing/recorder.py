@@ -18,7 +18,7 @@ from roam.capture.tracing import (
     multi_tensor,
 )
 from roam.capture.tracing.branch_answers import Replay
-from roam.capture.tracing.dynamic_shapes import decided
+from roam.capture.tracing.dynamic_shapes import decided, shape_refusal
 from roam.capture.tracing.fake_cache import PLAIN, FakeKernels, tensors_in
 from roam.capture.tracing.kernel_facts import (
     ANSWERS,
@@ -35,7 +35,7 @@ from roam.capture.tracing.meta_corrections import (
     without_masked,
 )
 from roam.capture.tracing.recorded_slots import Places
-from roam.capture.tracing.recorded_values import BY_DATA, Values
+from roam.capture.tracing.recorded_values import Values
 from roam.capture.tracing.rng import Watch, forget_idle_states
 from roam.distributed.collectives import Launch
 from roam.errors import CaptureError
@@ -235,7 +235,9 @@ class Recorder(Values, TorchDispatchMode):
             else:
                 result, value = self._decided(shape, call)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            self.refuse(BY_DATA, code="data_dependent", op=str(func), source=source)
+            self.refuse(
+                shape_refusal(str(func)), code="data_dependent", op=str(func), source=source
+            )
         except UnsupportedOperatorException:
             self.refuse(
                 "it has no fake kernel; register one with torch.library.register_fake",
@@ -286,7 +288,12 @@ class Recorder(Values, TorchDispatchMode):
                 outputs.append(None)
                 continue
             if any(not isinstance(size, int) for size in item.shape):
-                self.refuse(BY_DATA, code="data_dependent", op=call.name, source=call.source)
+                self.refuse(
+                    shape_refusal(call.name),
+                    code="data_dependent",
+                    op=call.name,
+                    source=call.source,
+                )
             if item.layout is not torch.strided:
                 self.refuse(
                     f"its result has layout {item.layout}, and only strided tensors are captured; "
