@@ -380,6 +380,22 @@ def test_data_on_another_device_is_refused() -> None:
     assert caught.value.code == "storage_replaced"
 
 
+def test_data_under_inference_mode_is_refused() -> None:
+    net = network()
+
+    def step(context: Any) -> torch.Tensor:
+        with context:
+            net[0].weight.data = net[0].weight.data * 0.5
+        return net(torch.ones(2, 6))
+
+    with pytest.raises(roam.CaptureError, match=r"torch\.no_grad") as caught:
+        roam.compile(step)(torch.inference_mode())
+    assert caught.value.code == "storage_replaced"
+    expected = net[0].weight * 0.5
+    roam.compile(step)(torch.no_grad())
+    assert torch.equal(net[0].weight, expected)
+
+
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 def test_a_gradient_of_older_data_is_refused(change: str) -> None:
     net = network()

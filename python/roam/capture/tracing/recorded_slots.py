@@ -258,6 +258,12 @@ class Slots:
                 "step",
                 code="storage_replaced",
             )
+        if torch.is_inference_mode_enabled():
+            self.refuse(
+                "the step gives a tensor other data under torch.inference_mode(); use "
+                "torch.no_grad() there",
+                code="storage_replaced",
+            )
         alias = data.detach()  # shares the data's memory, and cannot itself be given other data
         self._assigned[id(tensor)] = phase, source = self.frames.here()
         self.assignments += 1
