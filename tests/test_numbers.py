@@ -211,6 +211,14 @@ def outcome(
     return seen, len(getattr(step, "_captures", []))
 
 
+def right_of_numpys_numbers(my, x, y):
+    my.steps += 1
+    weight = np.float64(0.3)
+    loss = train(my, x, y, weight**my.steps + weight / my.steps)
+    my.loss += weight * loss.item() + weight // my.steps - weight % my.steps
+    return weight - loss.item()
+
+
 def looks_at_the_type(my, x, y):
     my.steps += 1
     return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
@@ -231,7 +239,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         # Gradients are there or not, updated or not, and the optimizer has state or not.
         (every_third, 4),
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
-        (compared_with_none, 1), (looks_at_the_type, 1),
+        (compared_with_none, 1), (looks_at_the_type, 1), (right_of_numpys_numbers, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
@@ -363,6 +371,18 @@ def mean_with_numpy(my, x, y):
     my.average = np.mean([my.loss, 1.0])
 
 
+def right_of_an_array(my, x, y):
+    return (np.ones(2) * train(my, x, y).item()).sum()
+
+
+def right_of_numpys_own_numbers(my, x, y):
+    return np.float32(0.5) * train(my, x, y).item()
+
+
+def by_a_function_of_numpys(my, x, y):
+    return np.multiply.outer(np.float64(0.5), train(my, x, y).item())
+
+
 def catches_the_refusal(my, x, y):
     my.steps += 1
     factor = 1.0
@@ -398,7 +418,7 @@ def state_of_no_parameter(my, x, y):
     "body",
     [
         becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, with_numpy,
-        mean_with_numpy, catches_the_refusal, two_of_one_name, state_of_no_parameter,
+        mean_with_numpy, right_of_an_array, right_of_numpys_own_numbers, by_a_function_of_numpys, catches_the_refusal, two_of_one_name, state_of_no_parameter,
     ],
 )  # fmt: skip
 def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:

@@ -1079,6 +1079,33 @@ class TestRefusals:
         with pytest.raises(roam.CaptureError, match=reason):
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
 
+    def test_a_closure_for_lbfgs_is_compiled_by_itself(self) -> None:
+        """What the refusal of the optimizer advises."""
+
+        def script(wrap: Any) -> list[Any]:
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.LBFGS(
+                model.parameters(), max_iter=3, line_search_fn="strong_wolfe"
+            )
+
+            def evaluate(x, y):
+                model.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            closure = wrap(evaluate)
+            losses = []
+            for _ in range(3):
+                x, y = torch.randn(5, 6), torch.randint(0, 8, (5,))
+                losses.append(optimizer.step(lambda x=x, y=y: closure(x, y)))
+            return tensors_and_numbers(losses, model.state_dict())
+
+        assert_same_bits(
+            script(lambda step: step), script(lambda step: roam.compile(step, keep_grads=True))
+        )
+
     def test_a_loss_scale_inside_of_a_fused_update(self) -> None:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -271,6 +271,27 @@ def test_rates_from_numpy() -> None:
     both(script)
 
 
+def test_rates_from_numpy_that_the_step_sets() -> None:
+    """Schedules that are kept in an array, with decoupled weight decay."""
+
+    def script(wrap):
+        net, _ = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.1)
+        rates = np.linspace(0.1, 0.01, 4)
+
+        def scheduled(net, optimizer, x, y, index):
+            optimizer.param_groups[0]["lr"] = rates[index]
+            return plain_step(net, optimizer, x, y)
+
+        step = wrap(scheduled)
+        returned = [
+            step(net, optimizer, x, y, min(index, 3)) for index, (x, y) in enumerate(batches(5))
+        ]
+        return [returned, net.state_dict(), optimizer.state_dict()]
+
+    both(script)
+
+
 def test_a_cycled_momentum_is_live() -> None:
     plans: list[Any] = []
 

@@ -172,6 +172,24 @@ class TestStepsAsUsersWriteThem:
 
         self.check(lambda net: plain_step, model=Shaped)
 
+    def test_tensors_that_are_resized_to_their_size(self) -> None:
+        """As PyTorch's observers for quantization do in each call, after their first."""
+
+        class Observed(Net):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("least", torch.zeros(3))
+                self.register_buffer("most", torch.zeros(3))
+
+            def forward(self, x):
+                result = self.second(torch.relu(self.first(x)))
+                least, most = torch.aminmax(result.detach(), dim=0)
+                self.least.resize_(least.shape).copy_(torch.minimum(least, self.least))
+                self.most.resize_as_(most).copy_(torch.maximum(most, self.most))
+                return result / (self.most - self.least)
+
+        self.check(lambda net: plain_step, model=Observed)
+
     def test_buffers_and_attributes_that_are_replaced(self) -> None:
         class Replacing(Net):
             def __init__(self):

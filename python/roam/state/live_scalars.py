@@ -268,6 +268,29 @@ def _comparison(function: Any) -> Callable[..., bool]:
     return method
 
 
+_OF_NUMPY = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "truediv",
+    "floor_divide": "floordiv",
+    "remainder": "mod",
+    "power": "pow",
+}
+"""NumPy's names of operators, and Python's."""
+
+
+def _on_numpys_right(self: Any, function: Any, kind: str, *inputs: Any, **options: Any) -> Any:
+    """What stands right of a `numpy.float64`, which is a float of Python's too, records the
+    operator. Other functions of NumPy, and its other numbers and arrays, calculate on their own.
+    """
+    name = _OF_NUMPY.get(function.__name__)
+    is_operator = name is not None and kind == "__call__" and len(inputs) == 2 and not options
+    if not (is_operator and inputs[1] is self and isinstance(inputs[0], float)):
+        return self.node.to_numpy()
+    return getattr(self, f"__r{name}__")(inputs[0])
+
+
 def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:
     """The methods of operators with the number on the left, and with it on the right."""
     functions = {name: getattr(operator, f"__{name}__") for name in names.split()}
@@ -281,6 +304,7 @@ def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **_both_sides("add sub mul truediv floordiv mod pow"),
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
+    "__array_ufunc__": _on_numpys_right,
     "__divmod__": _both(_binary(operator.floordiv), _binary(operator.mod)),
     "__rdivmod__": _both(_reflected(operator.floordiv), _reflected(operator.mod)),
     "__copy__": lambda self: self,

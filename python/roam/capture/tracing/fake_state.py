@@ -70,7 +70,9 @@ from roam.torch_compat.private import (
 
 _UNCAPTURED = {
     torch.optim.LBFGS: (
-        "it runs the model as often as the loss demands, and a plan has a fixed number of runs"
+        "it runs the model as often as the loss demands, and a plan has a fixed number of runs; "
+        "compile the closure that you give to its step instead, with keep_grads=True, and let it "
+        "zero gradients by model.zero_grad(), since it must not name the optimizer"
     ),
     torch.optim.SparseAdam: "it is for sparse gradients, whose sizes depend on data",
 }

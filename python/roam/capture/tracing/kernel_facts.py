@@ -53,6 +53,10 @@ _QUANTIZED = (
     "it makes a quantized tensor, which plans do not support; use "
     "torch.fake_quantize_per_tensor_affine, or integers with a scale"
 )
+_RESIZED = (
+    "it changes the size of a tensor's storage; use a form that returns a new tensor, or, if a "
+    "module does so in its first call only, call the module once before the step"
+)
 # Kernels that give a tensor another storage or size under the same name, or that make nested or
 # quantized ones.
 REFUSED = {
@@ -66,10 +70,8 @@ REFUSED = {
     "aten::quantize_per_tensor": _QUANTIZED,
     "aten::quantize_per_tensor_dynamic": _QUANTIZED,
     "aten::set_": "it gives a tensor another storage; assign the data instead, as in x.data = y",
-    "aten::resize_": "it changes the size of a tensor's storage; use a form that returns a new "
-    "tensor",
-    "aten::resize_as_": "it changes the size of a tensor's storage; use a form that returns a new "
-    "tensor",
+    "aten::resize_": _RESIZED,
+    "aten::resize_as_": _RESIZED,
 }
 
 
@@ -137,6 +139,19 @@ class KernelFacts:
             sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
             are_declared=are_declared,
         )
+
+
+def resizes_to_same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call resizes a tensor to the size that it has, which changes nothing."""
+    if kwargs or len(args) != 2:
+        return False
+    if func is aten.resize_as_.default:
+        return bool(args[0].shape == args[1].shape)
+    return (
+        func is aten.resize_.default
+        and all(type(size) is int for size in args[1])
+        and tuple(args[0].shape) == tuple(args[1])
+    )
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from roam.capture.tracing.kernel_facts import (
     REFUSED,
     KernelFacts,
     facts_of,
+    resizes_to_same,
     written_by,
 )
 from roam.capture.tracing.meta_corrections import (
@@ -183,6 +184,8 @@ class Recorder(Values, TorchDispatchMode):
             return _is_same_memory(*args)
         phase, source = self.frames.here()
         if (reason := REFUSED.get(schema_of(func).name)) is not None:
+            if resizes_to_same(func, args, kwargs):
+                return args[0]
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
         if func in _LITERALS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)

@@ -1138,7 +1138,7 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
             raise CaptureError(f"{reference.path}: {_TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.rebinds.append((reference, slot))
-        elif type(rate) in (float, int):
+        elif issubclass(type(rate), (float, int)) and type(rate) is not bool:
             program.plain_state.append((reference, rate))
         else:
             raise CaptureError(
