@@ -143,7 +143,7 @@ def compare(
         >>> print(roam.compare(train_step, model, optimizer, tokens))
         >>> assert roam.compare(train_step, model, optimizer, tokens).equal
     """
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, int) or steps < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"steps must be a whole number of at least 1, not {steps!r}")
     if is_disabled():
         raise ExecutionError(
