@@ -106,8 +106,8 @@ def _copied(fake: Any, memo: dict[int, Any]) -> Any:
     """
     if id(fake) in memo:
         return memo[id(fake)]
-    if not fake.is_leaf:
-        return torch.Tensor.__deepcopy__(fake, memo)  # which says why it cannot be copied  # type: ignore[no-untyped-call]
+    if not fake.is_leaf:  # PyTorch's says why it cannot be copied
+        return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         made = fake.clone()
     if isinstance(fake, torch.nn.Parameter):  # its copy gets no gradient and no other attributes
