@@ -274,6 +274,17 @@ class TestOther:
         assert isinstance(found.error, roam.CaptureError)
         assert found.error.code in str(found)
 
+    def test_lazy_modules_that_have_not_run(self) -> None:
+        net = torch.nn.Sequential(torch.nn.LazyLinear(3))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return net(x).sum()  # type: ignore[no-any-return]
+
+        found = roam.compare(step, torch.randn(2, 6))
+        assert found.outcome == "refused"
+        assert isinstance(found.error, roam.CaptureError)
+        assert found.error.code == "uninitialized_parameter"
+
     def test_a_run_by_plan_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         my, (x, y) = make(), batch()
 
@@ -322,8 +333,9 @@ class TestOther:
             roam.compare(train, my, x, y)
         assert caught.value.code == "fake"
         my, (x, y) = make(), batch()
-        with pytest.raises(ValueError, match="at least 1"):
-            roam.compare(train, my, x, y, steps=0)
+        for steps in (0, 1.5):
+            with pytest.raises(ValueError, match="at least 1"):
+                roam.compare(train, my, x, y, steps=steps)  # type: ignore[arg-type]
         monkeypatch.setenv("ROAM_DISABLE", "1")
         with pytest.raises(roam.ExecutionError, match="ROAM_DISABLE") as caught:
             roam.compare(train, my, x, y)

@@ -3,6 +3,7 @@ made."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -54,6 +55,34 @@ def test_models_with_values_in_their_constructors(name: str) -> None:
     with roam.fake():
         model = getattr(torchvision.models, name)()
     assert sum(parameter.numel() for parameter in model.parameters()) > 1_000_000
+
+
+@pytest.mark.filterwarnings("error")
+def test_modules_that_are_copied() -> None:
+    """As by `nn.TransformerEncoder`, and for a teacher."""
+
+    def graph() -> Any:
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        layer.linear1.weight.scale = 2.0  # type: ignore[assignment]
+        encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        assert not hasattr(encoder.layers[1].linear1.weight, "scale")
+        buffer = torch.ones(2)
+        buffer.scale = 2.0  # type: ignore[attr-defined]
+        assert copy.deepcopy(buffer).scale == 2.0  # type: ignore[attr-defined]
+        tied = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+        )
+        tied[2].weight = tied[0].weight  # type: ignore[union-attr]
+        student = torch.nn.Sequential(encoder, tied)
+        model = torch.nn.Sequential(student, copy.deepcopy(student).requires_grad_(False))
+        model.append(copy.deepcopy(model[0][1]))  # type: ignore[index]
+        x, y = torch.ones(3, 8), torch.zeros(3, dtype=torch.long)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False), x, y
+
+    with roam.fake():
+        made = graph()
+    expected = roam.capture(plain_step, *graph()).structure_digest
+    assert roam.capture(plain_step, *made).structure_digest == expected
 
 
 LIBRARY = """

@@ -284,6 +284,20 @@ class TestLimit:
         assert "drop.p" in caplog.text
         assert "belongs in tensors, or in float arguments" in caplog.text
 
+    @pytest.mark.parametrize("is_state", [False, True])
+    def test_the_advice_fits_where_one_plan_is_kept(
+        self, is_state: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            step(batch(4))
+            if is_state:
+                net.drop.p = 0.5
+            step(batch(4 if is_state else 5))
+        told = "belongs in tensors" if is_state else "args[0] has come in 2 kinds lately"
+        assert told in caplog.text
+
     @pytest.mark.parametrize(
         ("change", "told"),
         [

@@ -441,3 +441,22 @@ def test_products_in_less_precision_take_memory_too() -> None:
         torch.set_float32_matmul_precision("highest")
     memory = step.memory()
     assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=CLOSE)
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_dropout_of_compiled_graphs_takes_what_is_planned(pool: bool) -> None:
+    def train_step(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        dropped, _ = torch.native_dropout(x * weight, 0.5, True)
+        loss: torch.Tensor = dropped.square().mean()
+        loss.backward()
+        return loss
+
+    weight = torch.ones(256, requires_grad=True)
+    call = weight, torch.randn(64, 256)
+    torch.manual_seed(0)
+    eager = [train_step(*call).item() for _ in range(2)]
+    step = roam.compile(train_step, pool=pool)
+    torch.manual_seed(0)
+    assert [step(*call).item() for _ in range(2)] == eager  # trying it has drawn nothing
+    step.measured(*call)
+    assert step.memory().measured_bytes <= step.memory().total_bytes

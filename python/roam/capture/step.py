@@ -839,8 +839,8 @@ class _Tracer:
         return programs if agrees(programs[0], plain) else None
 
 
-def _refuse_unseen_state(reach: Reach) -> None:
-    """Refuses what the step holds and no guard can compare."""
+def refuse_shapeless(reach: Reach) -> None:
+    """Refuses parameters and buffers of lazy modules that have not run yet."""
     for slot in reach.slots:
         if isinstance(
             slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
@@ -850,6 +850,11 @@ def _refuse_unseen_state(reach: Reach) -> None:
                 "has no shape yet; run the module once before the step",
                 code="uninitialized_parameter",
             )
+
+
+def _refuse_unseen_state(reach: Reach) -> None:
+    """Refuses what the step holds and no guard can compare."""
+    refuse_shapeless(reach)
     for path, _ in reach.iterators:
         refuse(
             path,
@@ -866,4 +871,11 @@ def _refuse_unseen_state(reach: Reach) -> None:
     check_beneath(reach)
 
 
-__all__ = ["CapturedStep", "Variant", "capture", "capture_step", "capture_variant"]
+__all__ = [
+    "CapturedStep",
+    "Variant",
+    "capture",
+    "capture_step",
+    "capture_variant",
+    "refuse_shapeless",
+]

@@ -59,9 +59,12 @@ _TO_OUT = frozenset(("aten._chunk_cat.out",))
 """Operators that make something in between and write the result to their argument `out`: they first
 copy what cannot be cut evenly.
 """
-_KNOWN = _TO_OUT | {"aten._scaled_dot_product_flash_attention_for_cpu.default"}
-"""Operators that change or draw nothing else, whatever their schemas say: this attention has no
-dropout.
+_KNOWN = _TO_OUT | {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten.native_dropout.default",
+}
+"""Operators that may be run, whatever their schemas say: they change nothing else, this attention
+has no dropout, and what the dropout of compiled graphs draws is taken back.
 """
 _AT_PLACES = frozenset(("aten.index_put_.default",))
 """Operators that change some places of an argument."""

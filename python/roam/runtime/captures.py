@@ -142,13 +142,16 @@ class Captures(Sequence[Captured[R]]):
         self._told.add(place)
         return not is_told
 
-    def advice(self) -> str:
-        """What the user can do about many captures, judged by what differs between them."""
+    def advice(self, dropped: Captured[R] | None) -> str:
+        """What the user can do about many captures, judged by what differs between them and the one
+        that was dropped for the newest.
+        """
         newest = next(iter(self))
-        keys = [captured.key for captured in self if len(captured.key) == len(newest.key)]
+        known = [*self] if dropped is None else [*self, dropped]
+        keys = [captured.key for captured in known if len(captured.key) == len(newest.key)]
         counts = [len(set(values)) for values in zip(*keys, strict=True)]
         place = max(range(len(counts)), key=counts.__getitem__, default=-1)
-        if place < 0 or counts[place] * _FEW < len(keys):
+        if place < 0 or counts[place] == 1 or counts[place] * _FEW < len(keys):
             return (
                 "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with. "
                 f"Objects that the step reads are best made once, before the first call. {_BUCKETS}"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from roam._core import __version__
+from roam.capture.step import refuse_shapeless
 from roam.capture.tracing.branch_answers import Seen, watching
 from roam.distributed.ddp import is_before_first_step, leave_first_step
 from roam.errors import CaptureError, ExecutionError, RoamError
@@ -142,8 +143,8 @@ def compare(
         >>> print(roam.compare(train_step, model, optimizer, tokens))
         >>> assert roam.compare(train_step, model, optimizer, tokens).equal
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
+    if not isinstance(steps, int) or steps < 1:  # type: ignore[redundant-expr]
+        raise ValueError(f"steps must be a whole number of at least 1, not {steps!r}")
     if is_disabled():
         raise ExecutionError(
             "ROAM_DISABLE is set, or this is a roam.disabled() block, so nothing would run by plan; "
@@ -196,6 +197,7 @@ class _Trial:
     def run(self) -> Comparison:
         try:
             reach = self._reach()
+            refuse_shapeless(reach)  # there is nothing of them that could be kept
         except CaptureError as error:
             return self._ended("refused", error=error)
         if any(isinstance(local_of(slot.tensor), FakeTensor) for slot in reach.slots):

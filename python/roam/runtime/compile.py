@@ -705,13 +705,13 @@ class Step:
         if is_due and self._captures.is_news(captured):
             logger.warning(
                 "this step has plans for %d kinds of calls and the least recently used is dropped for another: %s. %s",
-                self._captures.most, reason, self._captures.advice(),
+                self._captures.most, reason, self._captures.advice(dropped),
             )  # fmt: skip
         if self._captures.repeats(captured):
             logger.warning(
                 "%s: %d plans were made for one reason, and no later call could use them: %s. Making a plan takes longer than "
                 "running the step. %s",
-                self._name, MANY, reason, self._captures.advice(),
+                self._name, MANY, reason, self._captures.advice(dropped),
             )  # fmt: skip
         for runner in captured.runners:
             if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:

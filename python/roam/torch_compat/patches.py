@@ -77,7 +77,8 @@ PATCHES: Final = (
     # Identity.
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),
-          "pickling and copying fakes is refused", "a fake tensor leaves the step in a file or a copy"),
+          "pickling and copying fakes is refused; in `roam.fake` copies are of the same mode",
+          "a fake tensor leaves the step in a file or a copy; models that copy modules cannot be built of fakes"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
     replacements: list[Replacement] = [
         (torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
         (torch.utils, "swap_tensors", _swapped),
+        (FakeTensor, "__deepcopy__", _copied),
     ]
     if absent.is_absent(inside):
         absent.prepare()
@@ -96,6 +98,27 @@ def _swapped(one: torch.Tensor, other: torch.Tensor) -> None:
     unknown = SimpleNamespace(getweakrefs=lambda _: ())
     with replaced([(torch.utils, "weakref", unknown)]) if are_fakes else nullcontext():
         _swap_tensors(one, other)
+
+
+def _copied(fake: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a fake for `copy.deepcopy`, by which `nn.TransformerEncoder` makes its layers. The
+    one of PyTorch copies the fake mode too.
+    """
+    if id(fake) in memo:
+        return memo[id(fake)]
+    if not fake.is_leaf:  # PyTorch's says why it cannot be copied
+        return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        made = fake.clone()
+    if isinstance(fake, torch.nn.Parameter):  # its copy gets no gradient and no other attributes
+        made = memo[id(fake)] = torch.nn.Parameter(made, fake.requires_grad)
+        return made
+    memo[id(fake)] = made.requires_grad_(fake.requires_grad)
+    made.grad = copy.deepcopy(fake.grad, memo)
+    own = {*vars(made), "_roam_known"}
+    given = {name: value for name, value in vars(fake).items() if name not in own}
+    vars(made).update(copy.deepcopy(given, memo))
+    return made
 
 
 def _meshes() -> Iterator[Replacement]:
