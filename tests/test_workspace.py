@@ -381,6 +381,23 @@ def test_a_small_step_takes_no_more_than_planned() -> None:
     assert_takes_no_more_than_planned(plain_step, call)
 
 
+def test_a_larger_pool_of_the_first_step_is_given_back() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4096), torch.nn.BatchNorm1d(4096), torch.nn.ReLU(), torch.nn.Dropout(0.1),
+        torch.nn.Linear(4096, 10),
+    )  # fmt: skip
+    call = model, torch.optim.AdamW(model.parameters()), torch.randn(16, 4), torch.ones(16).long()
+    step = capture_step(plain_step, call, {})
+    assert step.first is not None
+    assert step.steady is not None
+    first, steady = (
+        choose([variant], pool=True, time_limit_s=None)[0].plan.pool_bytes
+        for variant in (step.first, step.steady)
+    )
+    assert first > steady
+    assert_takes_no_more_than_planned(plain_step, call, pool=True)
+
+
 def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:
     with roam.fake():
         call = images()

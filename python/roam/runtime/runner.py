@@ -104,6 +104,7 @@ class Runner:
         logger.debug("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        self._runs_once = variant.runs_once
         shrinks = None
         if choice.memory_limit_bytes is not None:
             spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
@@ -326,6 +327,8 @@ class Runner:
                     module.require_forward_param_sync = is_synced
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
+        if self._runs_once and self._pool is not None:
+            self._pool.release()  # later steps may need less
         return pytree.tree_unflatten(result, program.result[1])
 
     def _joined(
