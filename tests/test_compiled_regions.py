@@ -942,3 +942,30 @@ def test_a_step_without_repeated_blocks_is_refused() -> None:
     assert caught.value.code == "no_repeated_blocks"
     with pytest.raises(ValueError, match="kernels"):
         roam.compile(step_of(model), kernels="triton")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["eager", "roam"])
+def test_compiled_code_may_call_a_step(backend: str) -> None:
+    """It runs by its own plan."""
+
+    def script(wrap: Callable[[Any], Any], compiles: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @wrap
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        around = compiles(lambda x: step(x + 1) * 2)
+        found = [around(torch.randn(2, 4)).detach() for _ in range(3)]
+        if wrap is roam.compile:
+            assert len(step.plans) == 1
+        return [*found, *model.parameters()]
+
+    planned = script(roam.compile, lambda around: torch.compile(around, backend=backend))
+    assert all(map(torch.equal, planned, script(lambda step: step, lambda around: around)))

@@ -361,6 +361,21 @@ def _switches() -> bool:
     return after == (*before[:2], not before[2])
 
 
+def _left() -> Any:
+    """What compiled code calls in the middle sees real tensors, in each call."""
+    seen = []
+
+    @private.left_by_dynamo
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(type(x))
+        return x
+
+    compiled = torch.compile(lambda x: look(x * 2) + 1, backend="eager")
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    return seen == [torch.Tensor] * 2
+
+
 def _kernel_libraries() -> bool:
     before = private.kernel_library_switches()
     assert len(before) == 8
@@ -1371,6 +1386,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,
     "kernel_library_switches": _kernel_libraries,
+    "left_by_dynamo": _left,
     "mark_parameter": _marks,
     "may_compile": _limits,
     "neg_view": _negates,

@@ -43,7 +43,7 @@ from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, local_of, version_of
+from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
 
 _MOST_SEEN = 256
 """How many runs of the user's function are remembered, each with what it saw."""
@@ -228,6 +228,7 @@ class Step:
         self._in_vain = 0
         """How many calls in a row had answers that no plan is for."""
 
+    @left_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runner(args, kwargs)
         return self._own(args, kwargs) if runner is None else self._run(runner, args, kwargs)

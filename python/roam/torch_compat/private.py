@@ -20,6 +20,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
@@ -64,6 +65,10 @@ BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 """Block in which operators skip autograd's kernels."""
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
+
+left_by_dynamo = _disable_dynamo
+"""Decorator: what `torch.compile` compiles calls the function as it is. Public functions for this
+import the compiler at once, which takes a second."""
 
 # -- tensors and storages
 
@@ -1473,6 +1478,7 @@ __all__ = [
     "layout_of",
     "layout_rules",
     "leaves_callee",
+    "left_by_dynamo",
     "local_of",
     "look_at_frames",
     "mark_begun",
