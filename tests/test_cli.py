@@ -268,6 +268,29 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: roam" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--streams", "2", "--memory", "80%"], "is for one stream"),
+        (["--streams", "2", "--memory-curve"], "is for one stream"),
+        (["--speed", "1.5"], "more than one stream"),
+        (["--streams", "65"], "between 1 and 64"),
+        (["--baseline", "lescea,tetris"], 'no layout "tetris"'),
+        (["--save-plan", "missing/plan.json"], "missing/plan.json"),
+        (["--save-graph", "missing/graph.json"], "missing/graph.json"),
+    ],
+)
+def test_options_of_no_graph_are_told_before_the_capture(
+    options: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "subject_of", lambda *_, **__: pytest.fail("it captures"))
+    assert cli.main(["plan", "gpt2-tiny", *options]) == 2
+    assert_one_line(capsys.readouterr().err, words)
+
+
 def test_a_step_that_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,9 +352,12 @@ def test_an_interrupted_search_shows_and_saves_its_best_plan(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    best = roam.optimize(roam.Graph.load(graph_file))
+    optimize = roam.optimize
+    best = optimize(roam.Graph.load(graph_file))
 
-    def interrupt(*args: Any, **kwargs: Any) -> None:
+    def interrupt(graph: Any, **options: Any) -> Any:
+        if graph.num_operators == 1:  # by which the options are checked
+            return optimize(graph, **options)
         raise roam.PlanningInterrupted(best)
 
     monkeypatch.setattr(roam, "optimize", interrupt)

@@ -5,12 +5,15 @@ docs/reference/cli.md.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import roam
@@ -66,6 +69,7 @@ _SETTING_CODES = (
     "sharding_memory",
 )
 """Codes of errors that say that no plan can be made as asked."""
+_ANY_LIMIT = 2**40
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Shares of the step-local total at which recomputation is tried."""
 
@@ -249,6 +253,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     is_limited = arguments.memory is not None or arguments.memory_curve
     if arguments.world is not None and arguments.streams > 1:
         raise UsageError("--streams: a rank's plan is for one stream; leave it or --world out")
+    _check_options(arguments, is_limited=is_limited)
     subject = subject_of(arguments, is_limited=is_limited)
     graph = subject.graph
     values: dict[str, Any] = {"model": arguments.model, **subject.settings}
@@ -256,18 +261,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     code = EXIT_OK
 
-    def planned(memory_limit_bytes: int | None) -> Plan:
-        return roam.optimize(
-            graph,
-            streams=arguments.streams,
-            reuse=not arguments.no_reuse,
-            exact=arguments.exact,
-            time_limit_s=arguments.time_limit,
-            speed=arguments.speed,
-            stream_model=arguments.stream_model,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
+    planned = partial(_planned, arguments, graph)
     try:
         with Progress(f"planning {graph.num_operators:,} operators"):
             if arguments.memory is None:
@@ -324,6 +318,38 @@ def _plan(arguments: argparse.Namespace) -> int:
         if arguments.memory_curve:
             _write("\n" + curve_table(values["memory_curve"]) + "\n")
     return code
+
+
+def _planned(arguments: argparse.Namespace, graph: Graph, memory_limit_bytes: int | None) -> Plan:
+    return roam.optimize(
+        graph,
+        streams=arguments.streams,
+        reuse=not arguments.no_reuse,
+        exact=arguments.exact,
+        time_limit_s=arguments.time_limit,
+        speed=arguments.speed,
+        stream_model=arguments.stream_model,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def _check_options(arguments: argparse.Namespace, *, is_limited: bool) -> None:
+    """Raises what the options of `roam plan` would raise for any graph, before a capture that may
+    take minutes.
+    """
+    builder = roam.GraphBuilder()
+    builder.operator("any")
+    graph = builder.build()
+    try:
+        _planned(arguments, graph, _ANY_LIMIT if is_limited else None)
+    except roam.PlanError as error:
+        if error.code != "speed_target":  # which depends on the graph
+            raise
+    for names in arguments.baseline:
+        roam.baseline(graph, *names)
+    for path in filter(None, (arguments.save_graph, arguments.save_plan)):
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def _communication(
