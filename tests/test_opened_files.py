@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import configparser
+import gzip
+import lzma
+import shutil
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +24,17 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "pathlib": lambda path: path.read_text(),
     "numpy": lambda path: np.load(path, allow_pickle=True),
     "torch": lambda path: torch.load(path),
+    "gzip": lambda path: gzip.open(path).read(),
+    "lzma": lambda path: lzma.open(path).read(),
+    "zipfile": lambda path: zipfile.ZipFile(path).namelist(),
+    "codecs": lambda path: codecs.open(path).read(),
+    "configparser": lambda path: configparser.ConfigParser().read(path),
 }
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "open": lambda path: open(path, "a").write("x"),
     "pathlib": lambda path: path.write_text("x"),
     "numpy": lambda path: np.savetxt(path, np.ones(2)),
+    "shutil": lambda path: shutil.copyfile(path, path.with_name("copy")),
 }
 CASES = [*READERS.values(), *WRITERS.values()]
 

@@ -16,9 +16,12 @@ from roam.program.ir import Source
 from roam.state.library_code import is_in, is_library_code
 from roam.torch_compat.private import dispatch_modes
 
-_FOR_OTHERS: Final = ("pathlib", "torch.serialization", "numpy", "scipy", "pandas", "PIL")
-"""Modules that open the files of those who call them. Other libraries open files of their own, such
-as caches.
+_FOR_OTHERS: Final = (
+    "bz2", "codecs", "configparser", "fileinput", "gzip", "lzma", "pathlib", "shutil", "zipfile",
+    "PIL", "numpy", "pandas", "scipy", "torch.serialization",
+)  # fmt: skip
+"""Modules that open the files of those who call them. Other libraries that roam knows open files of
+their own, such as caches.
 """
 
 
@@ -45,7 +48,7 @@ def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[...,
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The user's code that opens a file; None if a library does for itself."""
+    """The user's code that opens a file; None if a library opens one of its own."""
     while frame is not None and is_in(str(frame.f_globals.get("__name__")), _FOR_OTHERS):
         frame = frame.f_back
     if frame is None or is_library_code(frame.f_code, frame.f_globals):
