@@ -101,11 +101,11 @@ class _Older:
 
     def freeze(self, test_file: Path) -> None:
         if test_file != self._frozen_for:
-            self._unfreeze()
+            self.unfreeze()
             gc.collect()
         elif not self._is_frozen:
             gc.collect(1)  # what earlier tests of the file left in the oldest generation stays
-        if test_file != self._frozen_for or not self._is_frozen:
+        if not self._is_frozen:
             gc.freeze()
         self._frozen_for, self._is_frozen = test_file, True
         if profiler := sys.modules.get("roam.runtime.memory_profiler"):

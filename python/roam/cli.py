@@ -70,6 +70,7 @@ _SETTING_CODES = (
 )
 """Codes of errors that say that no plan can be made as asked."""
 _ANY_LIMIT = 2**40
+"""More bytes than any graph takes by which options are checked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Shares of the step-local total at which recomputation is tried."""
 
@@ -334,8 +335,8 @@ def _planned(arguments: argparse.Namespace, graph: Graph, memory_limit_bytes: in
 
 
 def _check_options(arguments: argparse.Namespace, *, is_limited: bool) -> None:
-    """Raises what the options of `roam plan` would raise for any graph, before a capture that may
-    take minutes.
+    """Raises the errors that options of `roam plan` cause whatever the graph is. The capture that
+    follows may take minutes.
     """
     builder = roam.GraphBuilder()
     builder.operator("any")

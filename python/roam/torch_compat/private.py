@@ -67,8 +67,8 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
 
 left_by_dynamo = _disable_dynamo
-"""Decorator: what `torch.compile` compiles calls the function as it is. Public functions for this
-import the compiler at once, which takes a second."""
+"""Decorator of functions that `torch.compile` must not trace. PyTorch's public one imports the
+compiler at once, which takes a second."""
 
 # -- tensors and storages
 

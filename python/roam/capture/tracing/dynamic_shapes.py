@@ -26,14 +26,14 @@ _MASKED: Final = "torch.where with three arguments, masked_fill, or a product wi
 _FIXED: Final = {
     "bincount": "torch.nn.functional.one_hot(x, n).sum(0), where n is the number of bins",
     "linalg_lstsq": "torch.linalg.pinv(a) @ b, or torch.linalg.qr",
-    "nonzero": f"{_MASKED}; or torch.nonzero_static(x, size=n), where n is the largest number",
-    "repeat_interleave": "its argument output_size, the sum of all repeats",
+    "nonzero": f"{_MASKED}; or torch.nonzero_static(x, size=n), where n is at least the number of places",
+    "repeat_interleave": "repeat_interleave(..., output_size=n), where n is the sum of all repeats",
     **dict.fromkeys(
         ("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
         "torch.sort, and a comparison of each element with the next",
     ),
 }
-"""By names of operators: what gives a result of a fixed shape instead."""
+"""What gives a result of a fixed shape instead, by the names of operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,7 @@ class Decided:
 
 
 def shape_refusal(operator: str) -> str:
-    """Why an operator is refused if nobody can know its result's shape before the step runs, and
-    what to use instead.
-    """
+    """Why an operator is refused whose result has an unknown shape, and what to use instead."""
     instead = _FIXED.get(operator.split(".")[1], _MASKED)
     return (
         "the shape of its result depends on floating-point data or on what the step computes; use "

@@ -453,6 +453,10 @@ class Values(Slots):
 
     # -- shapes that values decide
 
+    def refuse_shape(self, operator: str, source: Source) -> NoReturn:
+        """Refuses an operator if nobody can know its result's shape before the step runs."""
+        self.refuse(shape_refusal(operator), code="data_dependent", op=operator, source=source)
+
     def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
         """The results of a call whose shapes values decide, and the place and value of one of them,
         or None.
@@ -469,9 +473,7 @@ class Values(Slots):
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None:
-            self.refuse(
-                shape_refusal(call.name), code="data_dependent", op=call.name, source=call.source
-            )
+            self.refuse_shape(call.name, call.source)
         with disable_current_modes():
             value = None if shape.value is None else shape.value(answer)
         return shape.make(answer), value

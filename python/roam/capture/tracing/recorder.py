@@ -18,7 +18,7 @@ from roam.capture.tracing import (
     multi_tensor,
 )
 from roam.capture.tracing.branch_answers import Replay
-from roam.capture.tracing.dynamic_shapes import decided, shape_refusal
+from roam.capture.tracing.dynamic_shapes import decided
 from roam.capture.tracing.fake_cache import PLAIN, FakeKernels, tensors_in
 from roam.capture.tracing.kernel_facts import (
     ANSWERS,
@@ -238,9 +238,7 @@ class Recorder(Values, TorchDispatchMode):
             else:
                 result, value = self._decided(shape, call)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            self.refuse(
-                shape_refusal(str(func)), code="data_dependent", op=str(func), source=source
-            )
+            self.refuse_shape(str(func), source)
         except UnsupportedOperatorException:
             self.refuse(
                 "it has no fake kernel; register one with torch.library.register_fake",
@@ -291,12 +289,7 @@ class Recorder(Values, TorchDispatchMode):
                 outputs.append(None)
                 continue
             if any(not isinstance(size, int) for size in item.shape):
-                self.refuse(
-                    shape_refusal(call.name),
-                    code="data_dependent",
-                    op=call.name,
-                    source=call.source,
-                )
+                self.refuse_shape(call.name, call.source)
             if item.layout is not torch.strided:
                 self.refuse(
                     f"its result has layout {item.layout}, and only strided tensors are captured; "
