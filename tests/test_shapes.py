@@ -272,7 +272,7 @@ class TestLimit:
             for count in (1, 2, 3):
                 step(batch(4), count)
         assert "args[1] has come with" in caplog.text
-        assert "make it a tensor" in caplog.text
+        assert "make a tensor of them" in caplog.text
 
     def test_the_advice_fits_state(self, caplog: pytest.LogCaptureFixture) -> None:
         net, optimizer = setting()
@@ -305,8 +305,8 @@ class TestLimit:
             (lambda net, place: net.seen.update({place: place}), ("net.seen[", "belongs in tensors")),
             (lambda net, place: net.lengths.append(place), ("net.lengths changed", "belongs in tensors")),
             (lambda net, place: setattr(net, "made", SimpleNamespace(scale=2)), ("net.made", "best made once")),
-            (lambda net, place: place, ("args[1]", "make it a tensor")),
-            (lambda net, place: {"path": [f"{place}.png"]}, ("args[1]['path'][0]", "leave it out of the arguments")),
+            (lambda net, place: place, ("args[1]", "make a tensor of them")),
+            (lambda net, place: {"path": [f"{place}.png"]}, ("args[1]['path'][0]", "leave them out of the arguments")),
             (lambda net, place: torch.nn.Linear(2, 2), ("args[1]", "call roam.compile anew for each")),
             (lambda net, place: torch.ones(place), ("args[1]", "pad it to a few lengths")),
         ],
@@ -322,6 +322,8 @@ class TestLimit:
         plain = make_step(net, optimizer)
 
         def train_step(ids: torch.Tensor, other: Any) -> torch.Tensor:
+            if isinstance(other, (int, dict)):
+                str(other)
             return plain(ids) * net.made.scale * len(net.seen) * len(net.lengths)
 
         step = roam.compile(train_step)

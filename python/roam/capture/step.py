@@ -4,9 +4,11 @@ they were.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -27,6 +29,7 @@ from roam.capture.tracing.repeated_blocks import compile_blocks
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no_leaf, trace
+from roam.capture.tracing.unread_values import StandIns, unread
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
@@ -41,7 +44,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.state.arguments import Taker, live_floats
+from roam.state.arguments import Taker, argument_path, live_floats
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -58,6 +61,7 @@ from roam.state.references import (
     number_references,
 )
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied
+from roam.state.value_stand_ins import VALUES
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -177,6 +181,7 @@ class Known:
             fakes.
         regions: the compiled functions that the step calls.
         compiles_blocks: whether the repeated blocks of the step's models are to be compiled.
+        is_captured_once: whether all later calls are to run by the plans of the first one.
         recorded: the last trace as it was recorded. The next trace shares its calls where they are
             equal.
         settling: at how many calls in a row the user's function has run in a plan's place, because
@@ -196,6 +201,7 @@ class Known:
     caches: dict[int, Any] = field(default_factory=dict)
     regions: Regions = field(default_factory=Regions)
     compiles_blocks: bool = False
+    is_captured_once: bool = False
     recorded: Program = field(default_factory=Program)
 
     def share(self, program: Program) -> None:
@@ -403,7 +409,8 @@ def capture_step(
                     except ArgumentsChange as change:
                         if not known.taker.opened:
                             raise change.refusal() from None
-                        known.taker, settles = Taker(opens_no_more=True), None
+                        known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
+                        settles = None
         finally:
             known.from_none |= from_none
             if are_left is None or are_left():
@@ -459,6 +466,7 @@ def _captured(
         kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
+        unread_places = tracer.unread(live_arguments=bool(floats))
     except CaptureError as error:
         reads.check()
         reads.add_functions(reliance.unreached(reach))
@@ -498,7 +506,9 @@ def _captured(
         for reference, _ in programs[0].referenced
         if isinstance(reference, ArgumentReference)
     }
-    arguments = ArgGuard(args, kwargs, guards, floats, received, taker)
+    arguments = ArgGuard(args, kwargs, guards, floats, received, taker, unread_places)
+    kinds = {type(taken.leaves[place]) for place in unread_places}
+    known.taker = replace(known.taker, unread=known.taker.unread | kinds)
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
@@ -652,6 +662,8 @@ class _Tracer:
     """What they take for granted where the code goes on either way."""
     from_none: set[str]
     """Gets the paths at which the step found None and left tensors."""
+    stand_ins: StandIns | None = None
+    """What the step gets in place of plain arguments."""
 
     @interrupts_wait()
     def programs(
@@ -702,6 +714,7 @@ class _Tracer:
             reliance=self.reliance,
             answers=self.answers,
             regions=self.known.regions,
+            stand_ins=self.stand_ins,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
@@ -837,6 +850,31 @@ class _Tracer:
             return None
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
+
+    def unread(self, *, live_arguments: bool) -> Collection[int]:
+        """The places of those plain values, among the flattened arguments, that are not the same in
+        all calls and that the step does not read.
+        """
+        taker = self.known.taker
+        taken = taker.take(self.args, self.kwargs)
+        paths = taken.paths(argument_path, self.args, self.kwargs)
+        values = {
+            place: leaf
+            for place, (path, leaf) in enumerate(zip(paths, taken.leaves, strict=True))
+            if type(leaf) in VALUES and (path in taker.varied or self.known.is_captured_once)
+        }
+        if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
+            return ()
+        return unread(
+            values,
+            lambda stand_ins: replace(self, stand_ins=stand_ins).programs(
+                live_arguments=live_arguments
+            ),
+            lambda one, other: (
+                len(one) == len(other)
+                and all(map(operator.is_, map(difference, one, other), repeat(None)))
+            ),
+        )
 
 
 def refuse_shapeless(reach: Reach) -> None:

@@ -14,6 +14,7 @@ from roam.capture.step import CapturedStep
 from roam.state.arguments import Taker
 from roam.state.equality import Difference
 from roam.state.guards import Guards, argument_key
+from roam.state.value_stand_ins import VALUES
 
 
 class _Runs(Protocol):
@@ -168,9 +169,9 @@ class Captures(Sequence[Captured[R]]):
                 "the same one to all calls, or, to train one model after another, call roam.compile anew for each"
             )
         return (
-            f"{path} has come with {counts[place]} values lately: if the step does not need it, as with file names and "
-            "counts of batches, leave it out of the arguments; otherwise make it a tensor, or a float that the step only "
-            "calculates with, or keep more plans by roam.compile(max_plans=...)"
+            f"{path} has come with {counts[place]} values lately: if the step only shows or counts them, "
+            "leave them out of the arguments; otherwise make a tensor of them, or a float that the step only calculates "
+            "with, or keep more plans by roam.compile(max_plans=...)"
         )
 
     def _use(self, captured: Captured[R]) -> None:
@@ -192,4 +193,11 @@ def _place_of(reason: str) -> str:
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
     """`argument_key` of a call."""
-    return argument_key(taker.take(args, kwargs).leaves)
+    return argument_key(taker.take(args, kwargs).leaves, taker.unread)
+
+
+def kind_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
+    """A key of a call's arguments without plain values, once some of these have changed from call
+    to call.
+    """
+    return argument_key(taker.take(args, kwargs).leaves, VALUES if taker.varied else ())

@@ -32,7 +32,7 @@ from roam.report.communication import Communication
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
-from roam.runtime.captures import MANY, Captured, Captures, call_key
+from roam.runtime.captures import MANY, Captured, Captures, call_key, kind_key
 from roam.runtime.cuda_graph import refuse_graph
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
@@ -214,7 +214,9 @@ class Step:
         self._keep_grads = keep_grads
         self._options = options
         self._captures: Captures[Runner] = Captures(max_plans)
-        self._known = Known(compiles_blocks=options.kernels == "inductor")
+        self._known = Known(
+            compiles_blocks=options.kernels == "inductor", is_captured_once=on_change != "replan"
+        )
         self._last: Runner | None = None
         self._timings: Timings | None = None
         self._partly_updated: list[tuple[Any, Any, int]] = []
@@ -299,8 +301,8 @@ class Step:
         return captured
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
-        """What calls for one plan have in common."""
-        return call_key(args, kwargs, self._known.taker)
+        """What calls have in common that go the same way at branches."""
+        return kind_key(args, kwargs, self._known.taker)
 
     def _own(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
@@ -696,7 +698,9 @@ class Step:
             timings.compile.count = regions.compiled - compiled
             is_real = self._options.tries_kernels or not _has_fakes(step, args, kwargs)
             runners = self._planned(step, timings, is_real=is_real)
-        captured = Captured(step, runners, self._key(args, kwargs), reason, timings.total_s)
+        captured = Captured(
+            step, runners, call_key(args, kwargs, self._known.taker), reason, timings.total_s
+        )
         dropped = self._captures.add(captured)
         logger.debug(
             "%s: captured and planned in %.2f s for %s, because %s; %d of at most %d plans kept",

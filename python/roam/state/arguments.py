@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.spaces import Place, Space
+from roam.state.value_stand_ins import VALUES, StandIn
 from roam.torch_compat.private import pytree
 
 _HEAP_TYPE: Final = 1 << 9
@@ -39,6 +40,7 @@ _TRAINED: Final = (
 )
 _NO_BATCHES: Final = (
     *_TRAINED,
+    StandIn,
     torch.Tensor,
     type,
     dict,
@@ -237,11 +239,16 @@ class Taker:
     Attributes:
         opened: which objects among the arguments are taken apart.
         opens_no_more: whether `learning` adds no further objects.
+        varied: paths of plain values that have not been the same in all calls.
+        unread: classes of values of which steps do not read some, so that no key has them.
     """
 
     opened: Opened = frozenset()
     opens_no_more: bool = False
+    varied: frozenset[str] = frozenset()
+    unread: frozenset[type] = frozenset()
     _last: dict[str, Any] = field(default_factory=dict)
+    _last_values: dict[str, Any] = field(default_factory=dict)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """The arguments of a call, taken apart."""
@@ -270,10 +277,26 @@ class Taker:
 
     def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
         """A taker for the calls after this one. It takes apart also each object in whose place the
-        call before this one had another object of the same class.
+        call before this one had another object of the same class, and knows of the plain values
+        that are others than in that call.
         """
-        if self.opens_no_more:
-            return self
+        taker = self if self.opens_no_more else self._opening_more(args, kwargs)
+        taken = taker.take(args, kwargs)
+        values = {
+            path: leaf
+            for path, leaf in zip(
+                taken.paths(argument_path, args, kwargs), taken.leaves, strict=True
+            )
+            if type(leaf) in VALUES
+        }
+        varied = {
+            path
+            for path, value in values.items()
+            if type(last := self._last_values.get(path)) is type(value) and last != value
+        }
+        return replace(taker, varied=self.varied | varied, _last_values=values)
+
+    def _opening_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
         leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
         objects = {
             pytree.keystr(keys): leaf
@@ -287,7 +310,7 @@ class Taker:
             and self._last[path] is not leaf
             and parts_of(leaf) is not None
         }
-        return Taker(self.opened | others, False, objects)
+        return replace(self, opened=self.opened | others, _last=objects)
 
 
 def is_opened(opened: Opened, keys: Any, value: Any) -> bool:
@@ -320,4 +343,13 @@ def argument_path(path: tuple[Any, ...]) -> str:
     return f"args{pytree.keystr(rest)}"
 
 
-__all__ = ["Opened", "Parts", "Taken", "Taker", "argument_path", "live_floats", "parts_of"]
+__all__ = [
+    "VALUES",
+    "Opened",
+    "Parts",
+    "Taken",
+    "Taker",
+    "argument_path",
+    "live_floats",
+    "parts_of",
+]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
@@ -50,6 +51,13 @@ _QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
 
 _LIVE: Final = object()
 """Stands for a live float among the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Stands for a plain value among the arguments that the step does not read."""
+
+    kind: type
 
 
 class _AnyTensor:
@@ -495,6 +503,7 @@ class ArgGuard:
         received: places of the tensors that are the call's own, with their gradients, and in no
             other place of the step's.
         taker: takes the arguments apart.
+        unread: places of plain values that the step does not read; only their class counts.
     """
 
     def __init__(
@@ -505,6 +514,7 @@ class ArgGuard:
         live: Collection[int] = (),
         received: Collection[int] = (),
         taker: Taker | None = None,
+        unread: Collection[int] = (),
     ) -> None:
         self._guards = guards
         self.taker = Taker() if taker is None else taker
@@ -512,7 +522,14 @@ class ArgGuard:
         self._spec = taken.spec
         self._keys = _keys_in(taken.plain_spec)
         self._leaves = [
-            (path, _LIVE if index in live else _leaf(value, index in received))
+            (
+                path,
+                _LIVE
+                if index in live
+                else _Unread(type(value))
+                if index in unread
+                else _leaf(value, index in received),
+            )
             for index, (path, value) in enumerate(
                 zip(taken.paths(argument_path, args, kwargs), taken.leaves, strict=True)
             )
@@ -541,7 +558,7 @@ class ArgGuard:
                 "tensor"
                 if isinstance(expected, _Leaf)
                 else "value"
-                if expected is _LIVE or is_plain(expected)
+                if expected is _LIVE or type(expected) is _Unread or is_plain(expected)
                 else "object",
             )
             for path, expected in self._leaves
@@ -572,6 +589,9 @@ class ArgGuard:
             elif expected is _LIVE:
                 if type(value) is not float:
                     return changed(path, "a float", show(value))
+            elif type(expected) is _Unread:
+                if type(value) is not expected.kind:
+                    return changed(path, f"of class {expected.kind.__name__}", show(value))
             elif not same(expected, _leaf(value)):
                 return changed(path, show(expected), show(value))
         if self._held_by_state(taken) != self._held:
@@ -620,18 +640,22 @@ def _keys_in(spec: Any) -> tuple[Any, ...]:
     return (*(key for key in keys if type(key) is not str), *inner)
 
 
-def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+def argument_key(leaves: Sequence[Any], unread: Collection[type] = ()) -> tuple[Hashable, ...]:
     """A key of a call's flattened arguments. It is equal for any two calls that one `ArgGuard` lets
     pass, and different if it is cheap to tell that no `ArgGuard` lets both pass.
+
+    Args:
+        leaves: the flattened arguments.
+        unread: classes of plain values of which steps do not read some.
     """
-    return tuple(map(_leaf_key, leaves))
+    return tuple(_leaf_key(leaf, unread) for leaf in leaves)
 
 
-def _leaf_key(value: Any) -> Hashable:
+def _leaf_key(value: Any, unread: Collection[type]) -> Hashable:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return metadata_of(value)
-    if is_hashed_by_value(kind):
+    if is_hashed_by_value(kind) and kind not in unread:
         return kind, value
     if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
         return (kind,)  # a float may be live, and the others take long to compare

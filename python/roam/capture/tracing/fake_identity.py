@@ -18,6 +18,7 @@ import torch
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
+from roam.state.value_stand_ins import CLASSES
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -231,8 +232,12 @@ def _is_stand_in(value: Any) -> bool:
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
 
 
-_PLAIN: Final[dict[type, type]] = {LiveFloat: float, LiveInt: int}
-"""The classes of the numbers that live ones stand for."""
+_PLAIN: Final[dict[type, type]] = {
+    LiveFloat: float,
+    LiveInt: int,
+    **{stand_in: kind for kind, stand_in in CLASSES.items()},
+}
+"""The classes of what stands for plain values, each with the class of these values."""
 
 
 def _type_stand_in(class_of: Callable[[Any], type]) -> Any:

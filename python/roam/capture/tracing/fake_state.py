@@ -27,6 +27,7 @@ from roam.capture.tracing.fake_tensors import Maker
 from roam.capture.tracing.fully_shard import check_sharded
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.recorder import Recorder
+from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
@@ -96,6 +97,7 @@ class FakeState:
         reliance: Reliance | None = None,
         answers: Answers | None = None,
         regions: Regions | None = None,
+        stand_ins: StandIns | None = None,
     ) -> None:
         """The fake state of a call.
 
@@ -111,8 +113,10 @@ class FakeState:
             reliance: gets what the step relies on without holding it.
             answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
+            stand_ins: what the step gets in place of plain arguments.
         """
         self.reach = reach
+        self._stand_ins = StandIns({}) if stand_ins is None else stand_ins
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
@@ -256,7 +260,7 @@ class FakeState:
                     if _is_tensor(parameter)
                     else others[parameter]
                 )
-        leaves = [self._fake(leaf) for leaf in self.leaves]
+        leaves = [self._fake(leaf) for leaf in self._stand_ins.put(self.leaves)]
         self.results = {
             id(real): (real, self._fake(real))
             for real in Results(self.reach.caches).tensors

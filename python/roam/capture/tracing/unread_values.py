@@ -1,0 +1,145 @@
+"""Unread values: plain values among the arguments, such as names of files in a batch, that the step
+hands around without looking at them. No plan need be made for each of them.
+
+A step that has been traced is traced once more with stand-ins in place of such values. A stand-in
+says of what class the value is, and gives the value itself to whatever asks for more, which is
+noted. A function written in C may refuse a stand-in without asking it anything, and the step may go
+on after that. So exceptions are counted too, also those that the step catches: with stand-ins no
+other exception may be raised than without.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+from roam.errors import CaptureError
+from roam.state.value_stand_ins import StandIn, stand_in_for
+
+Events = Counter[tuple[object, int, type, tuple[Any, ...]]]
+"""How often an exception passed a line of some code: its class, and what it says."""
+_ADDRESS: Final = re.compile("0x[0-9a-f]+")
+_args: Final[Any] = BaseException.__dict__["args"]
+
+
+class StandIns:
+    """Stand-ins for some of a call's flattened arguments.
+
+    Args:
+        values: the value at each place that gets a stand-in.
+
+    Attributes:
+        read: the places of the values that have been read.
+    """
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        self.read: set[int] = set()
+        self._values = dict(values)
+        self._made: list[weakref.ref[Any]] = []
+
+    def put(self, leaves: list[Any]) -> list[Any]:
+        """The flattened arguments with new stand-ins."""
+        return [
+            self._stand_in(place) if place in self._values else leaf
+            for place, leaf in enumerate(leaves)
+        ]
+
+    def are_kept(self) -> bool:
+        """Whether anything still holds one that was put somewhere."""
+        if any(made() is not None for made in self._made):
+            gc.collect()
+        return any(made() is not None for made in self._made)
+
+    def _stand_in(self, place: int) -> Any:
+        value = self._values[place]
+        made = stand_in_for(value, lambda: self.read.add(place))
+        self._made.append(weakref.ref(made))
+        return made
+
+
+@contextmanager
+def exceptions_counted() -> Iterator[Events]:
+    """Counts the exceptions that this thread raises in the block, where they are raised and in each
+    function that they pass.
+    """
+    found: Events = Counter()
+
+    def passes(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception":
+            found[frame.f_code, frame.f_lineno, arg[0], _said_by(arg[1])] += 1
+        return passes
+
+    def begins(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is own:
+            return None
+        frame.f_trace_lines = False
+        return passes
+
+    own, before = StandIn.__getattribute__.__code__, sys.gettrace()
+    sys.settrace(begins)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+
+
+def _said_by(error: BaseException) -> tuple[Any, ...]:
+    """The arguments of an exception, text without addresses and objects without values. A function
+    written in C may raise the same exception for a wrong value as for a wrong class, but says
+    something else.
+    """
+    return tuple(
+        _ADDRESS.sub("", part) if type(part) is str else type(part) for part in _args.__get__(error)
+    )
+
+
+def unread(
+    values: Mapping[int, Any],
+    trace: Callable[[StandIns], Any],
+    agree: Callable[[Any, Any], bool],
+) -> Collection[int]:
+    """The places of the values that a step does not read; none if that is not sure.
+
+    Args:
+        values: those that have changed from call to call, each with its place among the flattened
+            arguments.
+        trace: traces the step with stand-ins, and returns its programs.
+        agree: whether two traces have led to the same programs.
+    """
+    if sys.gettrace() is not None:
+        return ()  # a debugger's
+    try:
+        with exceptions_counted() as expected:
+            plain = trace(StandIns({}))
+    except CaptureError:  # which no trace of the capture has met
+        return ()
+    left = dict(values)
+    while left:
+        stand_ins = StandIns(left)
+        try:
+            with exceptions_counted() as raised:
+                programs = trace(stand_ins)
+        except Exception:  # noqa: BLE001 - for a function written in C, a stand-in is no value
+            programs = None
+        is_sure = (
+            programs is not None
+            and not raised - expected
+            and agree(plain, programs)
+            and not stand_ins.are_kept()
+        )
+        if is_sure:
+            return left.keys() - stand_ins.read
+        if not stand_ins.read:
+            return ()
+        left = {place: value for place, value in left.items() if place not in stand_ins.read}
+    return ()
+
+
+__all__ = ["StandIns", "exceptions_counted", "unread"]

@@ -1,0 +1,120 @@
+"""Stand-ins for plain values: each says of what class its value is, and gives the value itself to
+whatever asks for more, which is noted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+VALUES: Final[tuple[type, ...]] = (str, bytes, int)
+"""The classes of plain values which a call may bring along although the step does not read them,
+such as the names of files.
+"""
+_OWN: Final = frozenset(
+    {
+        "__class__",
+        "__delattr__",
+        "__dir__",
+        "__doc__",
+        "__getattribute__",
+        "__init__",
+        "__init_subclass__",
+        "__new__",
+        "__setattr__",
+        "__subclasshook__",
+    }
+)
+"""Special methods that a stand-in has for itself."""
+_REFLECTED: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    f"__r{name}__": getattr(operator, f"__{name}__")
+    for name in (
+        "add",
+        "and",
+        "floordiv",
+        "lshift",
+        "matmul",
+        "mod",
+        "mul",
+        "or",
+        "pow",
+        "rshift",
+        "sub",
+        "truediv",
+        "xor",
+    )
+}
+
+
+class StandIn:
+    """What takes the place of a plain value in a trace. Its subclasses have the special methods of
+    the value's class, and each of them notes that the value was read.
+    """
+
+    __slots__ = ("__weakref__", "_roam_note", "_roam_real")
+
+    def __getattribute__(self, name: str) -> Any:
+        real = object.__getattribute__(self, "_roam_real")
+        if name == "__class__":
+            return type(real)
+        if hasattr(type(real), name):
+            object.__getattribute__(self, "_roam_note")()
+        return getattr(real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_value_of(self), name, value)  # which raises an error
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_value_of(self), name)
+
+
+def _value_of(stand_in: Any) -> Any:
+    return object.__getattribute__(stand_in, "_roam_real")
+
+
+def _read(value: Any) -> Any:
+    """What a stand-in stands for, which counts as read; any other value itself."""
+    if not issubclass(type(value), StandIn):
+        return value
+    object.__getattribute__(value, "_roam_note")()
+    return _value_of(value)
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(_read(self), name)(*map(_read, args))
+
+    return method
+
+
+def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return operation(other, _read(self))
+
+    return method
+
+
+def _class_for(kind: type) -> type[StandIn]:
+    methods = {name: _reflected(operation) for name, operation in _REFLECTED.items()}
+    methods |= {
+        name: _special(name)
+        for name in dir(kind)
+        if name.startswith("__") and name not in _OWN and callable(getattr(kind, name))
+    }
+    return type(f"StandIn_{kind.__name__}", (StandIn,), {"__slots__": (), **methods})
+
+
+CLASSES: Final[dict[type, type]] = {kind: _class_for(kind) for kind in VALUES}
+"""The class of the stand-ins for values of each class."""
+
+
+def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
+    """A new stand-in for a value of one of `VALUES`; it calls `note` whenever it is read."""
+    made: Any = object.__new__(CLASSES[type(value)])
+    object.__setattr__(made, "_roam_real", value)
+    object.__setattr__(made, "_roam_note", note)
+    return made
+
+
+__all__ = ["CLASSES", "VALUES", "StandIn", "stand_in_for"]
