@@ -297,6 +297,20 @@ class TestOther:
         assert found.outcome == "failed"
         assert "no such kernel" in str(found)
 
+    @pytest.mark.parametrize("steps", [1, 3])
+    def test_what_eager_pytorch_raises_too(self, steps: int) -> None:
+        my, (x, y) = make(), batch()
+
+        def step(my: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            train(my, x, y)
+            return x @ y[:, None, None]
+
+        with untouched(my):
+            found = roam.compare(step, my, x, y, steps=steps)
+        assert found.outcome == "undecided"
+        assert isinstance(found.error, RuntimeError)
+        assert roam.compare(3).outcome == "undecided"  # type: ignore[arg-type]
+
     def test_eager_that_gives_other_bits_each_time(self) -> None:
         counter = itertools.count()
 

@@ -219,6 +219,13 @@ def right_of_numpys_numbers(my, x, y):
     return weight - loss.item()
 
 
+def compared_with_numpys_numbers(my, x, y):
+    my.steps += 1
+    is_late = np.float64(3) <= my.steps
+    assert isinstance(is_late, np.bool_)
+    return train(my, x, y, 0.5 if is_late else 1.0)
+
+
 def looks_at_the_type(my, x, y):
     my.steps += 1
     return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
@@ -240,6 +247,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (every_third, 4),
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
         (compared_with_none, 1), (looks_at_the_type, 1), (right_of_numpys_numbers, 1),
+        (compared_with_numpys_numbers, 2),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip

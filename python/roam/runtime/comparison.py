@@ -222,6 +222,8 @@ class _Trial:
                     )  # what is refused is refused before anything has run
                 except CaptureError as refusal:
                     if not refusal.settles or self.steps == 1:
+                        if refusal.code == "step_raised":
+                            self._eager_step()  # which may raise it too
                         raise
                 seen = Seen()
                 eager = [_without_tensors(values) for values in self._eagerly(self.steps, seen)]

@@ -278,17 +278,32 @@ _OF_NUMPY = {
     "power": "pow",
 }
 """NumPy's names of operators, and Python's."""
+_MIRRORED = {
+    "less": "gt",
+    "less_equal": "ge",
+    "greater": "lt",
+    "greater_equal": "le",
+    "equal": "eq",
+    "not_equal": "ne",
+}
+"""NumPy's names of comparisons, and Python's names of those with the operands exchanged."""
 
 
 def _on_numpys_right(self: Any, function: Any, kind: str, *inputs: Any, **options: Any) -> Any:
     """What stands right of a `numpy.float64`, which is a float of Python's too, records the
-    operator. Other functions of NumPy, and its other numbers and arrays, calculate on their own.
+    operator or answers the comparison. Other functions of NumPy, and its other numbers and arrays,
+    calculate on their own.
     """
-    name = _OF_NUMPY.get(function.__name__)
-    is_operator = name is not None and kind == "__call__" and len(inputs) == 2 and not options
-    if not (is_operator and inputs[1] is self and isinstance(inputs[0], float)):
-        return self.node.to_numpy()
-    return getattr(self, f"__r{name}__")(inputs[0])
+    if kind == "__call__" and len(inputs) == 2 and not options and inputs[1] is self:
+        left = inputs[0]
+        if (name := _OF_NUMPY.get(function.__name__)) and isinstance(left, float):
+            return getattr(self, f"__r{name}__")(left)
+        numpy = sys.modules["numpy"]
+        # For a comparison, NumPy has made an array without dimensions of its number.
+        is_number = type(left) is numpy.ndarray and left.ndim == 0 and left.dtype == numpy.float64
+        if (name := _MIRRORED.get(function.__name__)) and is_number:
+            return numpy.bool_(getattr(self, f"__{name}__")(float(left)))
+    return self.node.to_numpy()
 
 
 def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:

@@ -562,7 +562,7 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
 def _difference(path: str, old: Any, value: Any) -> str:
     if type(old) is type(value) and type(old) in (list, dict):
         kind = type(old).__name__
-        return f"{path} is another {kind} than before; keep a tuple there, or assign the entries of the same {kind}"
+        return f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there"
     return f"{path} changed from {show(old)} to {show(value)}"
 
 

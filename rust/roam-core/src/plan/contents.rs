@@ -220,7 +220,7 @@ pub enum SettingsError {
         limit: f64,
     },
     /// A memory limit for more than one stream.
-    #[error("memory_limit_bytes is for one stream; found {streams}")]
+    #[error("a memory limit is for plans of one stream; found {streams} streams")]
     MemoryLimit {
         /// How many streams were asked for.
         streams: u32,
