@@ -46,6 +46,28 @@ class TestStepsAsUsersWriteThem:
 
         self.check(make)
 
+    def test_views_in_inference_mode(self) -> None:
+        @torch.inference_mode()
+        def statistics(scores, y, model):
+            right = (scores.argmax(1) == y).view(1, -1)
+            halves = right.expand(2, -1).t().split(2)
+            count = torch.zeros(4)
+            count.view(2, 2)[0].add_(right.sum())  # a view of what is made in this mode
+            seen.view(2, 2)[1:].add_(1)
+            weight = next(model.parameters()).detach()[:2]
+            return right, halves[0] * 2, count, weight.sum(), weight.unsqueeze(0).squeeze_(0) + 0
+
+        def make(net):
+            def step(model, optimizer, x, y):
+                loss = plain_step(model, optimizer, x, y)
+                return loss, statistics(model(x), y, model), (model(x).sum() * seen).sum().detach()
+
+            seen.zero_()
+            return step
+
+        seen = torch.zeros(4)
+        self.check(make)
+
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_both_forms_of_zero_grad(self, momentum: float, set_to_none: bool) -> None:

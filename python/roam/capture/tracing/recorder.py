@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -232,9 +233,10 @@ class Recorder(Values, TorchDispatchMode):
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
         try:
             if shape is None:
-                result = self._kernels.run(
-                    func, given, tensors, (call.args, call.kwargs), self._signatures
-                )
+                with nullcontext() if facts.computes else _inference_left(tensors):
+                    result = self._kernels.run(
+                        func, given, tensors, (call.args, call.kwargs), self._signatures
+                    )
             else:
                 result, value = self._decided(shape, call)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -546,6 +548,18 @@ def _runs_itself(kind: type) -> bool:
         ("torch.distributed.tensor", "DTensor"),
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     )
+
+
+def _inference_left(tensors: list[Any]) -> AbstractContextManager[Any]:
+    """A block in which views of ordinary tensors are made, which are no tensors of inference, even
+    under `torch.inference_mode`.
+    """
+    if not torch.is_inference_mode_enabled() or all(tensor.is_inference() for tensor in tensors):
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
