@@ -96,6 +96,7 @@ class FakeState:
         reliance: Reliance | None = None,
         answers: Answers | None = None,
         regions: Regions | None = None,
+        layouts: dict[Any, Any] | None = None,
     ) -> None:
         """The fake state of a call.
 
@@ -111,8 +112,11 @@ class FakeState:
             reliance: gets what the step relies on without holding it.
             answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
+            layouts: how results of operators on distributed tensors are placed; see
+                `roam.capture.tracing.dtensors.stand_ins`.
         """
         self.reach = reach
+        self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
