@@ -18,6 +18,7 @@ from torch import nn
 import roam
 from ranks import Ranks, alive, revived
 from test_tensor_parallel import (
+    ONE,
     Net,
     adamw,
     batch,
@@ -86,7 +87,7 @@ def sharded(kind: str = "plain", **options: Any) -> nn.Module:
     return fully_shard(net, mesh=mesh, **options)
 
 
-def sharded_twice(way: str = "sequence") -> nn.Module:
+def sharded_twice(way: str = "sequence", **options: Any) -> nn.Module:
     """Pairs of ranks share the parts of a layer, and `fully_shard` shards these over both pairs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -94,10 +95,14 @@ def sharded_twice(way: str = "sequence") -> nn.Module:
     shape = 2, dist.get_world_size() // 2
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "layer"))
     spread = sequence_parallel if way == "sequence" else tensor_parallel
-    net = spread(mesh["layer"])
+    net = spread(mesh["layer"], **options)
     for block in net.blocks:
         fully_shard(block, mesh=mesh["data"])
     return fully_shard(net, mesh=mesh["data"])
+
+
+def one_block_sharded_twice() -> nn.Module:
+    return sharded_twice(**ONE)
 
 
 def loss_of(net: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -375,7 +380,7 @@ def test_spread_layers_that_are_sharded_too(ranks: Ranks, way: str, step: Any, s
 
 @pytest.mark.parametrize(
     ("processes", "make", "step"),
-    [(2, sharded, update), (4, sharded_twice, update_twice)],
+    [(2, sharded, update), (4, one_block_sharded_twice, update_twice)],
     indirect=["processes"],
 )
 def test_a_checkpoint_is_loaded_and_training_goes_on(
@@ -386,7 +391,7 @@ def test_a_checkpoint_is_loaded_and_training_goes_on(
 
 @pytest.mark.parametrize(
     ("processes", "make", "step"),
-    [(2, sharded, update), (4, sharded_twice, update_twice)],
+    [(2, sharded, update), (4, one_block_sharded_twice, update_twice)],
     indirect=["processes"],
 )
 def test_a_fake_group_gives_the_plan_of_any_rank(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import forked
 from roam.runtime import memory_profiler
 from roam.runtime.memory_profiler import (
     MeasurementError,
@@ -291,25 +294,29 @@ def test_a_child_measures_the_same() -> None:
     assert trace.start_bytes == 100
     assert trace.unseen_freed_bytes == 0
     assert trace.value == {"count": 1234}
-    assert measure_in_child("test_memory_profiler:build_hand_case", {"count": 1234}) == trace
+    with mock.patch.object(subprocess, "run", forked.run):
+        named = measure_in_child("test_memory_profiler:build_hand_case", {"count": 1234})
+    assert named == trace
 
 
-def test_a_child_warms_up() -> None:
+def test_a_child_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", forked.run)
     trace = measure_in_child(build_hand_case, {"count": 1234}, warmup=1)
     assert trace.end_bytes == 0
     assert trace.start_bytes == 1234
 
 
-def test_a_childs_failures_are_told() -> None:
+def test_a_childs_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeasurementError, match=r"within 2 s") as caught:
+        measure_in_child(build_sleeping, timeout_s=2)
+    assert caught.value.code == "timeout"
+    monkeypatch.setattr(subprocess, "run", forked.run)
     with pytest.raises(MeasurementError, match="no such model") as caught:
         measure_in_child(build_failing)
     assert caught.value.code == "child_failed"
     with pytest.raises(MeasurementError, match=r"status 7: .*about to die") as caught:
         measure_in_child(build_dying)
     assert caught.value.code == "child_died"
-    with pytest.raises(MeasurementError, match=r"within 2 s") as caught:
-        measure_in_child(build_sleeping, timeout_s=2)
-    assert caught.value.code == "timeout"
     with pytest.raises(MeasurementError, match="not JSON serializable"):
         measure_in_child(build_unreturnable)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,16 +22,9 @@ CLOSE = 0.01
 and not by the allocator."""
 
 
-def copied(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with a copy of a process that has imported torch, and allocated nothing."""
-    assert command[0] == sys.executable
-    environment, timeout_s = options["env"], options["timeout"]
-    return forked.python(*command[1:], environment=environment, timeout_s=timeout_s)
-
-
 @functools.cache
 def in_a_process_of_its_own(name: str, how: str) -> MemoryTrace:
-    with mock.patch.object(subprocess, "run", copied):
+    with mock.patch.object(subprocess, "run", forked.run):
         trace = measure_in_child(build, {"name": name, "how": how}, warmup=2)
     assert trace.unseen_freed_bytes == 0
     return trace

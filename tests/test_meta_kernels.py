@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from operators import op_db
 from roam.capture.tracing import meta_kernels as module
 from roam.capture.tracing import shape_rules
 from roam.capture.tracing.fake_cache import _remembered, tensors_in

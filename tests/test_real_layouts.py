@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import roam
+from operators import op_db
 from roam.capture.tracing import fake_cache
 from roam.capture.tracing.fake_cache import FakeKernels, tensors_in
 from roam.capture.tracing.fake_mode import new_mode

@@ -177,6 +177,7 @@ class Known:
         traces: how many times the user's function has been run on fakes.
         taker: takes the arguments of calls apart.
         kernels: what kernels made of fake tensors.
+        layouts: during a capture, how results of operators on distributed tensors are placed.
         caches: by identity, functions that keep results. Snapshots drop those results that hold
             fakes.
         regions: the compiled functions that the step calls.
@@ -198,6 +199,7 @@ class Known:
     settling: int = 0
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
+    layouts: dict[Any, Any] = field(default_factory=dict)
     caches: dict[int, Any] = field(default_factory=dict)
     regions: Regions = field(default_factory=Regions)
     compiles_blocks: bool = False
@@ -413,6 +415,7 @@ def capture_step(
                         settles = None
         finally:
             known.from_none |= from_none
+            known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
 
@@ -715,6 +718,7 @@ class _Tracer:
             answers=self.answers,
             regions=self.known.regions,
             stand_ins=self.stand_ins,
+            layouts=self.known.layouts,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()

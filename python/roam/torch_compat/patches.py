@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 from roam.interrupts import interrupts_wait
 
@@ -246,18 +245,13 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
     """
     with _undone() as stack:
         with interrupts_wait():
-            listed = _listed() if of is None else {}
-            for holder, name, value in replacements:
-                if name not in (listed.get(_identity(holder), ()) if of is None else _names_of(of)):
-                    raise Unlisted(
-                        f"{name} of {holder!r} is not in roam.torch_compat.patches.PATCHES"
-                    )
+            wanted = list(replacements)
+            _check_listed(wanted, of)
+            for holder, name, value in wanted:
                 if name in ("__class__", "__dict__"):
                     stack.enter_context(_in_class(holder, name, value))
                 else:
-                    # A module's global of a builtin's name goes before the builtin.
-                    is_new = hasattr(builtins, name)
-                    stack.enter_context(mock.patch.object(holder, name, value, create=is_new))
+                    stack.callback(_put_back, holder, name, *_put(holder, name, value))
         yield
 
 
@@ -324,13 +318,57 @@ def _forget_lookups(kind: type) -> None:
     del kind._roam  # type: ignore[attr-defined]
 
 
-def _listed() -> dict[int, set[str]]:
-    """The names that may be replaced, by the identity of the holder."""
-    found: dict[int, set[str]] = {}
-    for patch in PATCHES:
-        if not patch.holder.startswith("<") and (holder := resolved(patch.holder)) is not None:
-            found.setdefault(_identity(holder), set()).update(patch.names)
-    return found
+def _put(holder: Any, name: str, value: Any) -> tuple[Any, bool]:
+    """Replaces an attribute.
+
+    Returns:
+        what was there, `_NOTHING` if nothing, and whether the holder itself had it, and no base.
+    """
+    own = vars(holder) if hasattr(holder, "__dict__") else {}
+    is_own = name in own
+    original = own[name] if is_own else getattr(holder, name, _NOTHING)
+    # A module's global of a builtin's name goes before the builtin.
+    if original is _NOTHING and not hasattr(builtins, name):
+        raise AttributeError(f"{holder!r} does not have the attribute {name!r}")
+    setattr(holder, name, value)
+    return original, is_own
+
+
+def _put_back(holder: Any, name: str, original: Any, is_own: bool) -> None:
+    if is_own:
+        setattr(holder, name, original)
+        return
+    delattr(holder, name)
+    if original is not _NOTHING and not hasattr(holder, name):
+        setattr(holder, name, original)  # such as a slot's
+
+
+_NOTHING: Final = object()
+
+
+def _check_listed(wanted: Iterable[Replacement], of: str | None) -> None:
+    holders: dict[str, Any] = {}
+    for holder, name, _ in wanted:
+        if of is not None:
+            is_listed = name in _names_of(of)
+        else:
+            paths = _paths_of(name)
+            for path in paths:
+                if path not in holders:
+                    holders[path] = resolved(path)
+            is_listed = any(holders[path] is holder for path in paths)
+        if not is_listed:
+            raise Unlisted(f"{name} of {holder!r} is not in roam.torch_compat.patches.PATCHES")
+
+
+@functools.cache
+def _paths_of(name: str) -> tuple[str, ...]:
+    """Of the objects of which an attribute of that name may be replaced."""
+    return tuple(
+        patch.holder
+        for patch in PATCHES
+        if name in patch.names and not patch.holder.startswith("<")
+    )
 
 
 @functools.cache

@@ -33,9 +33,14 @@ from roam.torch_compat.private import (
 )
 
 
-def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
+def stand_ins(trace: TraceContext, layouts: dict[Any, Any]) -> Iterator[Replacement]:
     """What stands in for functions of `torch.distributed.tensor`; nothing where nobody has imported
     it.
+
+    Args:
+        trace: the trace.
+        layouts: by what operators are given, how their results are placed, as other traces of the
+            same capture have found; more are added. `DTensor` keeps none while anything traces.
     """
     if (found := layout_rules()) is not None:
         rules: Callable[..., Any] = getattr(*found)
@@ -51,8 +56,18 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
                 return _ANY_NUMBER
 
             plain = with_numbers(schema, plain_number)
+            try:
+                known = layouts.get(plain)
+            except TypeError:  # such as a size that is no number, which has no hash
+                known, is_kept = None, False
+            else:
+                is_kept = not live
+            if known is not None and is_kept:
+                return known
             with disable_current_modes():  # the operators that it runs are none of the step's
                 sharding = rules(propagator, plain)
+            if is_kept:
+                layouts[plain] = sharding
             if live and gives_arguments(sharding):
                 trace.refuse(
                     "a number that changes from call to call decides the placement of its result; pass "

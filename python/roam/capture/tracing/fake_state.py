@@ -98,6 +98,7 @@ class FakeState:
         answers: Answers | None = None,
         regions: Regions | None = None,
         stand_ins: StandIns | None = None,
+        layouts: dict[Any, Any] | None = None,
     ) -> None:
         """The fake state of a call.
 
@@ -114,9 +115,12 @@ class FakeState:
             answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
             stand_ins: what the step gets in place of plain arguments.
+            layouts: how results of operators on distributed tensors are placed; see
+                `roam.capture.tracing.dtensors.stand_ins`.
         """
         self.reach = reach
         self._stand_ins = StandIns({}) if stand_ins is None else stand_ins
+        self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance

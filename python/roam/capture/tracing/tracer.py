@@ -661,7 +661,7 @@ def _watched(
             replace(holder, name, stand_in)
         for holder, name, stand_in in open_stand_ins(recorder):
             replace(holder, name, stand_in)
-        for holder, name, stand_in in dtensors.stand_ins(recorder):
+        for holder, name, stand_in in dtensors.stand_ins(recorder, fake_state.layouts):
             replace(holder, name, stand_in)
         stack.enter_context(dtensors.masks_kept())
         stack.enter_context(composite_gradients.kept_whole())
