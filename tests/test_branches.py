@@ -560,3 +560,31 @@ def test_steps_that_wait_for_each_other_run_side_by_side() -> None:
         thread.join()
     assert not failures
     assert not hasattr(torch.Tensor.item, "__wrapped__")
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_run_of_wrong_guesses_shows_what_to_guess_next(poison: bool) -> None:
+    def scaled(p, gradient, average, rate, beta):
+        average.mul_(beta).add_(gradient)
+        p.sub_(average * max(0.01, p.square().mean().sqrt()) * rate)  # a branch, as in Adafactor
+
+    def parts() -> tuple[torch.nn.Module, Callable[..., Any]]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        for layer in net[::2]:
+            torch.nn.init.zeros_(layer.bias)
+        return net, by_optimizer(net, scaled)
+
+    eager_net, eager = parts()
+    net, step = parts()
+    planned = roam.compile(step, memory="100%", poison=poison)
+    for x in batches(4):
+        assert_same_bits(tensors_and_numbers(planned(x)), tensors_and_numbers(eager(x)))
+    assert_same_bits(
+        tensors_and_numbers(net.state_dict()), tensors_and_numbers(eager_net.state_dict())
+    )
+    captured = planned._captures[0]
+    answers = captured.runners[-1]._answers
+    assert len(answers) == 12
+    assert 3 <= sum(answers) < 12  # no constant would have been a good guess
+    assert len(planned._captures) == 2

@@ -236,10 +236,14 @@ class Step:
         return self._own(args, kwargs) if runner is None else self._run(runner, args, kwargs)
 
     def _runner(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: tuple[bool, ...] = (),
+        likely: tuple[bool, ...] = (),
     ) -> Runner | None:
-        """What runs this call, whose first answers to branches are `known`; None if the user's
-        function itself does.
+        """What runs this call, whose first answers to branches are `known`, and all of them perhaps
+        `likely`; None if the user's function itself does.
         """
         if is_disabled() or is_tracing():
             return None
@@ -258,7 +262,7 @@ class Step:
                     code="no_plan_fits",
                 )
             self._known.taker = self._known.taker.learning(args, kwargs)
-            capture = self._capture_seen(args, kwargs, found, known)
+            capture = self._capture_seen(args, kwargs, found, known, likely)
             if capture is None:
                 return None
             found = capture
@@ -268,7 +272,12 @@ class Step:
         return runner
 
     def _capture_seen(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+        known: tuple[bool, ...],
+        likely: tuple[bool, ...],
     ) -> tuple[Captured[Runner], Runner] | None:
         """A capture for the answers to branches that a run has shown. None if a run has to be
         watched first, or if there are plans for enough answers already.
@@ -278,7 +287,7 @@ class Step:
         may_guess = seen is not None or self._options.memory is not None
         if known and (not may_guess or len(self._captures) >= self._captures.most):
             return None
-        answers = Answers(known, seen)
+        answers = Answers(known, seen, likely)
         try:
             captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
@@ -353,6 +362,7 @@ class Step:
             )
         other: Runner | None = runner
         known: tuple[bool, ...] = ()
+        likely: tuple[bool, ...] = ()
         while other is not None:
             try:
                 once = partial(self._run_once, other, args, kwargs)
@@ -364,8 +374,8 @@ class Step:
                     logger.warning("%s; your own function runs in the plan's place", declined)
                     return self._train_step(*args, **kwargs)
                 logger.info("%s", declined)
-                known = declined.answers
-            other = self._runner(args, kwargs, known)
+                known, likely = declined.answers, declined.likely
+            other = self._runner(args, kwargs, known, likely)
         self._in_vain += 1
         if self._in_vain == _MANY_IN_VAIN:
             logger.warning(

@@ -70,11 +70,15 @@ class Declined(Exception):
 
     `answers`: the answers that the step's code gets at branches, up to and with the one that
     differs from the plan's. Empty if the check is no branch.
+    `likely`: these, and what further answers may be.
     """
 
-    def __init__(self, message: str, answers: tuple[bool, ...] = ()) -> None:
+    def __init__(
+        self, message: str, answers: tuple[bool, ...] = (), likely: tuple[bool, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.answers = answers
+        self.likely = likely
 
 
 class Runner:
@@ -587,9 +591,11 @@ class Runner:
             if failure.call.is_branch:
                 place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
                 answers = (*self._answers[:place], not self._answers[place])
+                later = failure.later_answers
                 return Declined(
                     f"a branch at {failure.call.source} has another outcome than in the plan",
                     answers,
+                    (*answers, *later, *self._answers[len(answers) + len(later) :]),
                 )
             if failure.call.is_check:
                 return Declined(f"a check at {failure.call.source} does not pass")

@@ -107,14 +107,21 @@ class Answers:
     Args:
         known: the first answers, in the order in which the step's code asks.
         seen: what was seen in a run that gave these answers; None if none was watched.
+        likely: what to guess first, in the same order; the first of them are `known`.
 
     Attributes:
         guessed: whether an answer has had to be guessed.
     """
 
-    def __init__(self, known: tuple[bool, ...] = (), seen: Seen | None = None) -> None:
+    def __init__(
+        self,
+        known: tuple[bool, ...] = (),
+        seen: Seen | None = None,
+        likely: tuple[bool, ...] = (),
+    ) -> None:
         self.known = known
         self.seen = seen
+        self.likely = likely
         self.guessed = False
 
     def replay(self) -> Replay:
@@ -146,6 +153,9 @@ class Replay:
         place, self._asked = self._asked, self._asked + 1
         if place < len(self._answers.known):
             return self._answers.known[place]
+        if seen is None and place < len(self._answers.likely):
+            self._answers.guessed = True
+            return self._answers.likely[place]
         answer = finite_answer() if seen is None else seen
         if answer is None:
             self._answers.guessed = True
