@@ -777,8 +777,13 @@ class _Walk:
             )
         for name in names:
             self._user_module(holder.get(name), f"global {name}", attributes)
-        for name, parts in imports_of(function.__code__, holder.get("__package__")):
-            self._user_module(sys.modules.get(name), name, attributes | parts)
+        imports = dict(imports_of(function.__code__, holder.get("__package__")))
+        # A module that the step imports first stays imported.
+        known = [name for name in imports if name in sys.modules]
+        if known:
+            self._fill(NamesSpace(sys.modules, known, "sys.modules", label=_index("sys.modules")))
+        for name in known:
+            self._user_module(sys.modules[name], name, attributes | imports[name])
         added = [name for name in names if name not in holder and is_added_builtin(name)]
         if added:
             self._fill(NamesSpace(vars(builtins), added, "builtins", label=_child("builtins")))
