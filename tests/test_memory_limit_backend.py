@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,6 +190,28 @@ def test_a_limit_that_cannot_be_kept_is_refused_before_anything_runs(memory: Any
     with pytest.raises(Exception, match="no plan takes as little as"):
         compiled(rows(512))
     assert_same_bits(before, list(model.state_dict().values()))
+
+
+def test_a_refusal_names_the_bytes_that_are_not_the_plans() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    compiled = torch.compile(model, backend=backend, options={"memory": 2**16})
+    with pytest.raises(Exception, match="forward and backward within 65536") as caught:
+        compiled(torch.randn(512, 64))
+    checks = re.search(r"take (\d+) of them", str(caught.value))
+    left = re.search(r"no plan takes as little as (\d+) bytes", str(caught.value))
+    assert checks is not None
+    assert left is not None
+    assert int(checks[1]) + int(left[1]) == 2**16
+
+
+def test_a_share_counts_what_kernels_take_for_themselves(choices: list[Choice]) -> None:
+    """For a batch of one the kernels of convolutions take more than activations do."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(channels, 16, 3, padding=1) for channels in (3, 16, 16)]
+    model = torch.nn.Sequential(*layers)
+    compiled = torch.compile(model, backend=backend, options={"memory": "100%"})
+    compiled(torch.randn(1, 3, 32, 32)).sum().backward()
+    assert len(choices) == 2
 
 
 def test_shapes_that_are_no_numbers_are_refused() -> None:

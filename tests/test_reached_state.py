@@ -264,6 +264,53 @@ def module_from_an_import() -> Case:
     return Case(factor, lambda value: setattr(module, "value", value))
 
 
+def replaced_module() -> Case:
+    def factor() -> Any:
+        import other_settings_of_a_test as settings  # type: ignore[import-not-found]
+
+        return settings.value
+
+    return Case(factor, replace_module)
+
+
+def replace_module(value: float = 1.0) -> None:
+    """Puts another module in the place of one, as code does that is loaded anew."""
+    other = types.ModuleType("other_settings_of_a_test")
+    other.value = value  # type: ignore[attr-defined]
+    sys.modules[other.__name__] = other
+
+
+replace_module()
+
+
+def another_name_of_a_module_in_a_module() -> Case:
+    """Two functions read different names of one module by way of another one."""
+    package.part.first = package.part.second = 1.0
+
+    def first() -> Any:
+        return package.part.first
+
+    def second() -> Any:
+        return package.part.second
+
+    return Case(lambda: first() * second(), lambda value: setattr(package.part, "second", value))
+
+
+package: Any = types.ModuleType("package_of_a_test")
+package.part = types.ModuleType("package_of_a_test.part")
+
+
+def module_by_its_name() -> Case:
+    return Case(
+        lambda: importlib.import_module("settings_of_a_test").value,
+        lambda value: setattr(module, "value", value),
+    )
+
+
+def module_among_all() -> Case:
+    return Case(lambda: sys.modules["other_settings_of_a_test"].value, replace_module)
+
+
 def name_among_the_builtins() -> Case:
     return Case(
         lambda: value_among_the_builtins,  # type: ignore[name-defined]  # noqa: F821
@@ -594,6 +641,7 @@ def tensor_in_two_places() -> Case:
     method_of_an_enumeration, method_of_an_enumeration_in_a_tuple, method_of_a_part_of_an_argument,
     kind_of_a_key, constructor, constructor_with_a_closure,
     end_of_a_dataclass_constructor, text_of_an_object, name_from_an_import, module_from_an_import,
+    replaced_module, another_name_of_a_module_in_a_module, module_by_its_name, module_among_all,
     name_among_the_builtins, closure_variable_of_an_equal_name, result_of_a_cached_function,
     result_that_the_step_makes_first, weak_proxy, module_that_an_object_holds,
     attribute_of_a_scheduler, attribute_that_a_scheduler_changes,

@@ -99,7 +99,8 @@ def backend(
     compiles_blocks = chosen.kernels == "inductor"
     partition = None
     if limit is not None:
-        partition = Partition(MemoryLimit.of(limit), compiles_blocks=compiles_blocks)
+        has_pool = chosen.pool is not False
+        partition = Partition(MemoryLimit.of(limit), pool=has_pool, compiles_blocks=compiles_blocks)
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=partial(
             _compile_graph,

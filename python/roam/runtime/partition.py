@@ -40,8 +40,9 @@ class Partition:
             cut, and for graphs without a backward pass, what the caller asked for.
     """
 
-    def __init__(self, memory: MemoryLimit, *, compiles_blocks: bool = False) -> None:
+    def __init__(self, memory: MemoryLimit, *, pool: bool, compiles_blocks: bool = False) -> None:
         self._memory = memory
+        self._pool = pool
         self._compiles_blocks = compiles_blocks
         self.limits: dict[str, MemoryLimit] = {"forward": memory, "backward": memory}
 
@@ -61,7 +62,7 @@ class Partition:
                 there are none (code ``memory_floor``).
         """
         try:
-            joint = Joint(module, num_fwd_outputs)
+            joint = Joint(module, num_fwd_outputs, pool=self._pool)
         except CaptureError as error:
             if error.code != "fx_symbolic":
                 raise
@@ -74,25 +75,23 @@ class Partition:
         checks_bytes = generator_bytes(torch.device(joint.graph.device))
         limit_bytes = self._limit_bytes(joint.graph, plain.total_bytes + checks_bytes)
         left_bytes = max(limit_bytes - checks_bytes, 1)
-        last: PlanError | None = None
+        last: tuple[PlanError, int] | None = None
         for share in _SHARES:
             try:
                 plan = _planned(joint.graph, int(share * left_bytes))
             except PlanError as error:
-                raise self._refusal(last or error, limit_bytes, plain) from None
+                refused = last or (error, checks_bytes)
+                raise self._refusal(*refused, limit_bytes, plain) from None
             joint.mark(plan)
             with keeping_equal_nodes():
                 forward, backward = min_cut_rematerialization_partition(
                     module, inputs, num_fwd_outputs=num_fwd_outputs, **settings
                 )
             held = held_bytes(forward, backward, num_fwd_outputs)
-            try:
-                self._check(self._lowered(forward), limit_bytes)
-                self._check(self._lowered(backward, forward), limit_bytes - held)
-            except PlanError as error:
-                if not error.code.startswith("memory_"):
-                    raise
-                last = error
+            last = self._fault(self._lowered(forward), 0, limit_bytes) or self._fault(
+                self._lowered(backward, forward), held, limit_bytes
+            )
+            if last is not None:
                 continue
             self.limits = {
                 "forward": MemoryLimit(size_bytes=limit_bytes),
@@ -100,24 +99,37 @@ class Partition:
             }
             return forward, backward
         assert last is not None, "each share was tried"
-        raise self._refusal(last, limit_bytes, plain)
+        raise self._refusal(*last, limit_bytes, plain)
 
     def _limit_bytes(self, graph: Graph, plain_bytes: int) -> int:
         known = known_limit(self._memory, torch.device(graph.device), graph.persistent_bytes)
         return known.in_bytes(plain_bytes)
 
-    def _check(self, part: Lowered, limit_bytes: int) -> None:
-        """Plans a part within the limit, with what the checked first run of its plan takes besides.
-        That run also keeps what a compiled region would free, and copies of what it changes.
+    def _fault(
+        self, part: Lowered, held_bytes: int, limit_bytes: int
+    ) -> tuple[PlanError, int] | None:
+        """Plans a part within the limit, with what is held beside it and what the checked first
+        run of its plan takes besides. That run also keeps what a compiled region would free, and
+        copies of what it changes.
+
+        Returns:
+            None if there is a plan. Otherwise why not, and how much of the limit is for what the
+            plan does not contain.
 
         Raises:
-            PlanError: no plan keeps within the limit.
+            PlanError: planning failed for a reason that is not the limit.
         """
         device = torch.device(part.graph.device)
         placed = placed_calls(part.program, device)
-        checks_bytes = extra_bytes(part.program, placed, device) + part.saved_bytes
-        checks_bytes += copied_bytes(part.program)
-        _planned(part.graph, max(limit_bytes - checks_bytes, 1))
+        beside_bytes = held_bytes + extra_bytes(part.program, placed, device) + part.saved_bytes
+        beside_bytes += copied_bytes(part.program)
+        try:
+            _planned(part.graph, max(limit_bytes - beside_bytes, 1))
+        except PlanError as error:
+            if not error.code.startswith("memory_"):
+                raise
+            return error, beside_bytes
+        return None
 
     def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:
         """A part, with what kernels allocate for themselves; what a backward pass is given by the
@@ -134,14 +146,19 @@ class Partition:
             }
         if self._compiles_blocks:
             module = with_compiled_blocks(module, [node.meta["val"] for node in given])
-        return Lowered.of(module, dying=dying, asks_kernels=True)
+        return Lowered.of(module, dying=dying, asks_kernels=True, pool=self._pool)
 
-    def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
+    def _refusal(
+        self, error: PlanError, beside_bytes: int, limit_bytes: int, plain: Plan
+    ) -> PlanError:
         if not error.code.startswith("memory_"):
             return error
         return PlanError(
-            f"forward and backward within {limit_bytes} bytes: {error}. Without recomputation they "
-            f"take {plain.total_bytes} bytes. Pass a larger memory=, or take a smaller batch",
+            f"forward and backward within {limit_bytes} bytes: the checks of a plan's first run, and "
+            f"what is alive beside the plan, take {beside_bytes} of them. For the rest, {error}. "
+            f"Without recomputation both passes take {plain.total_bytes} bytes, without the checks. "
+            "Pass memory= of at least what is needed plus the bytes of the checks, or take a "
+            "smaller batch",
             code=error.code,
             operator=error.operator,
             position=error.position,

@@ -777,8 +777,13 @@ class _Walk:
             )
         for name in names:
             self._user_module(holder.get(name), f"global {name}", attributes)
-        for name, parts in imports_of(function.__code__, holder.get("__package__")):
-            self._user_module(sys.modules.get(name), name, attributes | parts)
+        imports = dict(imports_of(function.__code__, holder.get("__package__")))
+        # A module that the step imports first stays imported.
+        known = [name for name in imports if name in sys.modules]
+        if known:
+            self._fill(NamesSpace(sys.modules, known, "sys.modules", label=_index("sys.modules")))
+        for name in known:
+            self._user_module(sys.modules[name], name, attributes | imports[name])
         added = [name for name in names if name not in holder and is_added_builtin(name)]
         if added:
             self._fill(NamesSpace(vars(builtins), added, "builtins", label=_child("builtins")))
@@ -795,24 +800,29 @@ class _Walk:
         return bool(self.guarded or self.optimizers)
 
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
-        """Enter a module that the user wrote by the names that his code could take from it."""
-        if not issubclass(type(module), types.ModuleType) or is_library(module.__name__):
-            return
-        with self._in(None):
-            self._names_of_module(module, path, attributes)
+        """Enter a module that the user wrote, and such modules in it, by the names that his code
+        could take from them.
+        """
+        waiting, entered = deque([(module, path)]), set[int]()
+        while waiting:
+            module, path = waiting.popleft()
+            is_module = issubclass(type(module), types.ModuleType)
+            if not is_module or id(module) in entered or is_library(module.__name__):
+                continue
+            entered.add(id(module))
+            with self._in(None):
+                waiting += self._names_of_module(module, path, attributes)
 
     def _names_of_module(
         self, module: types.ModuleType, path: str, attributes: frozenset[str]
-    ) -> None:
+    ) -> list[tuple[Any, str]]:
+        """Enter these names of a module. Returns what they hold, each with its path."""
         names = sorted(name for name in attributes if name in module.__dict__)
         if len(names) < len(attributes):
             self._enqueue(module.__dict__.get("__getattr__"), f"{path}.__getattr__")
         if names:
             self._fill(NamesSpace(module.__dict__, names, path, label=_child(path)))
-        for name in names:
-            part = module.__dict__[name]
-            if isinstance(part, types.ModuleType) and self._is_new(part):
-                self._user_module(part, f"{path}.{name}", attributes)
+        return [(module.__dict__[name], f"{path}.{name}") for name in names]
 
     def _class_of_kind(self, kind: type) -> None:
         """Enter the class of an object, whose methods the step may call."""

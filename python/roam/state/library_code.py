@@ -215,15 +215,21 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(names), frozenset(attributes)
 
 
+_MODULES_BY_NAME: Final = frozenset({"__import__", "import_module", "modules"})
+"""How code calls what it takes modules from by their names: `sys.modules`, for example."""
+
+
 @functools.cache
 def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, frozenset[str]], ...]:
     """The modules that code and the functions inside it import, in order, each with the names that
-    are taken from it.
+    are taken from it. If the code may get at modules by their names, all its texts count as such.
 
     Args:
         package: the package from which relative imports start.
     """
     found: dict[str, frozenset[str]] = {}
+    if not _MODULES_BY_NAME.isdisjoint(code.co_names):
+        found.update((text, frozenset()) for text in code.co_consts if type(text) is str)
     constants: list[object] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,8 @@ class Lowered:
         random_states: bool = False,
         dying: Collection[str] = (),
         asks_kernels: bool = False,
+        later: tuple[Collection[Node], Collection[Node]] = ((), ()),
+        pool: bool = True,
     ) -> Lowered:
         """Reads a module.
 
@@ -134,6 +136,8 @@ class Lowered:
             random_states: see `graph_of`.
             dying: names of the placeholders that nothing holds after their last use.
             asks_kernels: whether to run kernels on zeros, for what they allocate for themselves.
+            later: placeholders that are given only when the nodes beside them have run.
+            pool: whether what is made and dies in the module lies in a pool.
 
         Raises:
             CaptureError: see `graph_of`.
@@ -157,7 +161,8 @@ class Lowered:
             for _ in range(1 + (node in drawing))
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
-        graph = _lower(program, spans, launched, drawing, type(module).__name__, taken or {})
+        name = type(module).__name__
+        graph = _lower(program, spans, launched, drawing, name, taken or {}, later, pool)
         return cls(nodes, operators, graph, devices, {}, program, max(saved, default=0))
 
     def reading(self) -> Lowered:
@@ -341,6 +346,8 @@ def _lower(
     drawing: dict[Node, _Drawing],
     name: str,
     taken: Mapping[int, int],
+    later: tuple[Collection[Node], Collection[Node]],
+    pool: bool,
 ) -> Graph:
     device = device_of(program)
     builder = GraphBuilder(name, device.type)
@@ -374,13 +381,16 @@ def _lower(
         if maker is None:
             residency = "enters" if number in program.entering else "persistent"
         else:
-            residency = "leaves" if number in leaving else "step_local"
+            inner = "step_local" if pool else "unpooled"
+            residency = "leaves" if number in leaving else inner
         tensors[number] = builder.tensor(
             storage.name, storage.size_bytes, kind=kind, residency=residency
         )
         if maker is not None:
             made[maker].append(tensors[number])
-    waits = _waits(operators, list(spans))
+    late, ahead = later
+    first = _makers(operators, ahead, _waits(operators, spans, {}))
+    waits = _waits(operators, spans, dict.fromkeys(late, first))
     again = repeats(program)
     times, links = times_ns(program), links_of(program)
     for node, draw in drawing.items():
@@ -476,17 +486,27 @@ def _is_inner(storage: int, maker: int, used_by: dict[int, set[int]], leaving: s
     return storage not in leaving and used_by.get(storage) == {maker}
 
 
-def _waits(operators: dict[Node, int], nodes: list[Node]) -> dict[Node, list[int]]:
-    """For each node the operators whose results it is given, be it through nodes that call no
-    kernel.
+def _waits(
+    operators: Mapping[Node, int], nodes: Iterable[Node], given: Mapping[Node, list[int]]
+) -> dict[Node, list[int]]:
+    """For each node the operators that it waits for.
+
+    Args:
+        operators, nodes: the number of each node that is an operator; nodes in program order.
+        given: the operators that placeholders wait for.
     """
-    waits: dict[Node, list[int]] = {}
+    waits = dict(given)
     for node in nodes:
-        found: dict[int, None] = {}
-        for given in node.all_input_nodes:
-            if given in operators:
-                found[operators[given]] = None
-            else:
-                found.update(dict.fromkeys(waits.get(given, ())))
-        waits[node] = list(found)
+        waits[node] = _makers(operators, node.all_input_nodes, waits)
     return waits
+
+
+def _makers(
+    operators: Mapping[Node, int], values: Iterable[Node], waits: Mapping[Node, list[int]]
+) -> list[int]:
+    """The operators that make values, be it through nodes that call no kernel."""
+    found: dict[int, None] = {}
+    for value in values:
+        made = [operators[value]] if value in operators else waits.get(value, ())
+        found.update(dict.fromkeys(made))
+    return list(found)

@@ -26,15 +26,14 @@ class Joint:
     Args:
         module: what AOTAutograd gives a partitioner. Shapes are numbers.
         forward_outputs: how many of its results are the forward pass's.
+        pool: whether what is made and dies in a pass lies in a pool.
 
     Raises:
         CaptureError: it cannot be planned exactly.
     """
 
-    def __init__(self, module: GraphModule, forward_outputs: int) -> None:
+    def __init__(self, module: GraphModule, forward_outputs: int, *, pool: bool = True) -> None:
         module.graph.eliminate_dead_code()
-        self._lowered = Lowered.of(module)
-        self.graph: Graph = self._lowered.graph
         output = module.graph.output_node()
         results: Any = output.args[0]
         if any(map(is_input_mutation, (output.meta.get("desc") or ())[:forward_outputs])):
@@ -45,6 +44,11 @@ class Joint:
                 code="memory_changed_argument",
             )
         self._results = [item for item in results[:forward_outputs] if isinstance(item, Node)]
+        late = [node for node in module.graph.find_nodes(op="placeholder") if _is_late(node)]
+        self._lowered = Lowered.of(
+            module, asks_kernels=True, later=(late, self._results), pool=pool
+        )
+        self.graph: Graph = self._lowered.graph
         self._given = {
             node for node in self._lowered.nodes if node.op == "placeholder" and not _is_late(node)
         }
