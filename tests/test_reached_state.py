@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import operator
 import optparse
 import random
 import sys
@@ -294,6 +295,31 @@ def another_name_of_a_module_in_a_module() -> Case:
         return package.part.second
 
     return Case(lambda: first() * second(), lambda value: setattr(package.part, "second", value))
+
+
+def name_of_a_module_as_a_text() -> Case:
+    package.part.first = package.part.second = package.part.third = 1.0
+
+    def step() -> Any:
+        taken = [vars(package.part)["second"], operator.attrgetter("third")(package.part)]
+        return getattr(package.part, "first") * sum(taken)  # noqa: B009
+
+    def change(value: float) -> None:
+        for name in ("first", "second", "third"):
+            setattr(package.part, name, value)
+
+    return Case(step, change)
+
+
+TAKEN_BY_ITS_NAME = 1.0
+
+
+def global_by_its_name() -> Case:
+    globals().update(TAKEN_BY_ITS_NAME=1.0)
+    return Case(
+        lambda: globals()["TAKEN_BY_ITS_NAME"],
+        lambda value: globals().update(TAKEN_BY_ITS_NAME=value),
+    )
 
 
 package: Any = types.ModuleType("package_of_a_test")
@@ -641,7 +667,8 @@ def tensor_in_two_places() -> Case:
     method_of_an_enumeration, method_of_an_enumeration_in_a_tuple, method_of_a_part_of_an_argument,
     kind_of_a_key, constructor, constructor_with_a_closure,
     end_of_a_dataclass_constructor, text_of_an_object, name_from_an_import, module_from_an_import,
-    replaced_module, another_name_of_a_module_in_a_module, module_by_its_name, module_among_all,
+    replaced_module, another_name_of_a_module_in_a_module, name_of_a_module_as_a_text, global_by_its_name,
+    module_by_its_name, module_among_all,
     name_among_the_builtins, closure_variable_of_an_equal_name, result_of_a_cached_function,
     result_that_the_step_makes_first, weak_proxy, module_that_an_object_holds,
     attribute_of_a_scheduler, attribute_that_a_scheduler_changes,

@@ -62,6 +62,7 @@ from roam.state.library_code import (
     is_opaque,
     names_of,
     tested_names,
+    texts_of,
 )
 from roam.state.namespaces import (
     AttributesSpace,
@@ -768,6 +769,10 @@ class _Walk:
         )
         self._release(attributes if self.is_held else list(self.held))
         holder = function.__globals__
+        texts = texts_of(function.__code__)
+        attributes |= texts
+        if "globals" in names:
+            names = (*dict.fromkeys((*names, *sorted(texts & holder.keys()))),)
         if names:
             prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
             self._fill(

@@ -215,6 +215,21 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(names), frozenset(attributes)
 
 
+_NAMES_BY_TEXT: Final = frozenset({"getattr", "vars", "attrgetter", "__dict__", "globals"})
+"""What takes attributes, or globals, by names that may stand in the code as texts."""
+
+
+@functools.cache
+def texts_of(code: types.CodeType) -> frozenset[str]:
+    """The texts in code, and in the functions inside it, by which it may take attributes and
+    globals.
+    """
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    found = {text for text in code.co_consts if type(text) is str}
+    is_taken = not _NAMES_BY_TEXT.isdisjoint(code.co_names)
+    return frozenset().union(found if is_taken else (), *map(texts_of, inner))
+
+
 _MODULES_BY_NAME: Final = frozenset({"__import__", "import_module", "modules"})
 """How code calls what it takes modules from by their names: `sys.modules`, for example."""
 
