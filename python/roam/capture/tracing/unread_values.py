@@ -142,4 +142,4 @@ def unread(
     return ()
 
 
-__all__ = ["StandIns", "exceptions_counted", "unread"]
+__all__ = ["StandIns", "unread"]
