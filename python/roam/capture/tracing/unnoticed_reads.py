@@ -1,0 +1,114 @@
+"""How code may read a plain value although nothing asks a stand-in for it: it compares objects by
+identity, catches what a function written in C says of any wrong value, calls a comparison of such a
+class as a method, or leaves the work to another thread.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Final
+
+from roam.capture.tracing.source_location import is_user_code
+from roam.state.value_stand_ins import CLASSES, VALUES
+
+_PLAIN: Final = frozenset((*VALUES, *CLASSES.values()))
+_COMPARISONS: Final = frozenset(
+    {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "is_", "is_not"}
+)
+"""Names of functions that answer without asking a stand-in."""
+_LOADS: Final = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
+_RAISES: Final = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+_TO_THREADS: Final = frozenset(
+    {
+        ThreadPoolExecutor.submit.__code__,
+        threading.Condition.notify.__code__,
+        threading.Condition.wait.__code__,
+        threading.Thread.start.__code__,
+    }
+)
+_OF_CONTROL: Final = (
+    AttributeError,
+    GeneratorExit,
+    ImportError,
+    IndexError,
+    KeyError,
+    StopAsyncIteration,
+    StopIteration,
+)
+"""Exceptions that no function written in C raises both for a wrong value and for a wrong class."""
+
+
+def may_read_when_run(code: CodeType) -> bool:
+    """Whether code that begins to run may read values unnoticed."""
+    if not is_user_code(code):
+        return code in _TO_THREADS
+    return not _COMPARISONS.isdisjoint(code.co_names)
+
+
+def tests_identity(code: CodeType) -> bool:
+    """Whether code of the user's compares objects by identity, so that `may_read_by_identity` is to
+    be asked before each of its instructions.
+    """
+    return is_user_code(code) and bool(_identity_tests(code))
+
+
+def may_read_by_identity(frame: FrameType) -> bool:
+    """Whether the next instruction of a frame may compare a plain value by identity: neither is it
+    another one, nor is what stands on its right known to be no such value.
+    """
+    load = _identity_tests(frame.f_code).get(frame.f_lasti)
+    return load is not None and type(_loaded(frame, *load)) in _PLAIN
+
+
+def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
+    """Whether a function written in C, called by code of the user's, may have raised an exception
+    for a value as for a stand-in.
+    """
+    return (
+        traceback.tb_next is None
+        and not issubclass(kind, _OF_CONTROL)
+        and is_user_code(frame.f_code)
+        and frame.f_code.co_code[frame.f_lasti] not in _RAISES
+    )
+
+
+@functools.cache
+def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
+    """By the place of each test with `is` that may be one of plain values, how its right side is
+    loaded: a name, None if it is no name, and the attributes that are taken from it.
+    """
+    found: dict[int, tuple[str | None, tuple[str, ...]]] = {}
+    instructions = [*dis.get_instructions(code)]
+    for place, test in enumerate(instructions):
+        if test.opname != "IS_OP":
+            continue
+        attributes: list[str] = []
+        place -= 1
+        while (load := instructions[place]).opname == "LOAD_ATTR":
+            attributes.insert(0, load.argval)
+            place -= 1
+        if load.opname == "LOAD_CONST" and type(load.argval) not in _PLAIN:
+            continue
+        found[test.offset] = load.argval if load.opname in _LOADS else None, tuple(attributes)
+    return found
+
+
+def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> Any:
+    """What an instruction has loaded, or text if that is not known."""
+    value: Any = ""
+    for names in (frame.f_locals, frame.f_globals, vars(builtins)):
+        if name in names:
+            value = names[name]
+            break
+    for attribute in attributes:
+        is_holder = issubclass(type(value), (ModuleType, type))
+        value = getattr(value, attribute, "") if is_holder else ""
+    return value
+
+
+__all__ = ["may_read_by_identity", "may_read_by_raising", "may_read_when_run", "tests_identity"]
