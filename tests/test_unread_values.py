@@ -95,6 +95,10 @@ READ_NAMES: dict[str, Use] = {
     "identity with an attribute": lambda name: 1 if name is not DEFAULT.name else 0,
     "identity the other way round": lambda name: 1 if DEFAULT_NAME is name else 0,
     "identity of elements": lambda name: int(any(name is other for other in NAMES[:1])),
+    "identity with one of two": lambda name: (
+        1 if name is (DEFAULT_NAME if WEIGHT is not None else None) else 0
+    ),
+    "identity in code without a file": eval("lambda name: 1 if name is DEFAULT_NAME else 0"),
     "identity as a function": lambda name: int(operator.is_(name, DEFAULT_NAME)),
     "comparison as a method": lambda name: 1 if DEFAULT_NAME.__eq__(name) is True else 0,
     "thread": in_thread,
@@ -276,6 +280,7 @@ HANDED_ROUND: dict[str, Use] = {
     "copy of the containers": lambda value: copy.copy([value]),
     "class": lambda value: value.__class__ is str,
     "identity": lambda value: (value is WEIGHT, value is Choice.FIRST, (value is None) is True),
+    "identity of classes": lambda value: value.__class__ is WEIGHT.__class__,
 }
 
 

@@ -23,13 +23,11 @@ _COMPARISONS: Final = frozenset(
 """Names of functions that answer without asking a stand-in."""
 _LOADS: Final = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
 _RAISES: Final = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
-_TO_THREADS: Final = frozenset(
-    {
-        ThreadPoolExecutor.submit.__code__,
-        threading.Condition.notify.__code__,
-        threading.Condition.wait.__code__,
-        threading.Thread.start.__code__,
-    }
+_TO_THREADS: Final = (
+    ThreadPoolExecutor.submit.__code__,
+    threading.Condition.notify.__code__,
+    threading.Condition.wait.__code__,
+    threading.Thread.start.__code__,
 )
 _OF_CONTROL: Final = (
     AttributeError,
@@ -45,8 +43,8 @@ _OF_CONTROL: Final = (
 
 def may_read_when_run(code: CodeType) -> bool:
     """Whether code that begins to run may read values unnoticed."""
-    if not is_user_code(code):
-        return code in _TO_THREADS
+    if not _is_users(code):
+        return any(code is other for other in _TO_THREADS)
     return not _COMPARISONS.isdisjoint(code.co_names)
 
 
@@ -54,7 +52,7 @@ def tests_identity(code: CodeType) -> bool:
     """Whether code of the user's compares objects by identity, so that `may_read_by_identity` is to
     be asked before each of its instructions.
     """
-    return is_user_code(code) and bool(_identity_tests(code))
+    return _is_users(code) and bool(_identity_tests(code))
 
 
 def may_read_by_identity(frame: FrameType) -> bool:
@@ -72,9 +70,15 @@ def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
     return (
         traceback.tb_next is None
         and not issubclass(kind, _OF_CONTROL)
-        and is_user_code(frame.f_code)
+        and _is_users(frame.f_code)
         and frame.f_code.co_code[frame.f_lasti] not in _RAISES
     )
+
+
+def _is_users(code: CodeType) -> bool:
+    """Whether code is the user's, also what he gives to `exec` or to `python -c`."""
+    file = code.co_filename
+    return is_user_code(code) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
 @functools.cache
@@ -89,24 +93,31 @@ def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ..
             continue
         attributes: list[str] = []
         place -= 1
+        is_certain = (
+            not test.is_jump_target
+        )  # else other code may have loaded it, as in `a if b else c`
         while (load := instructions[place]).opname == "LOAD_ATTR":
             attributes.insert(0, load.argval)
+            is_certain = is_certain and not load.is_jump_target
             place -= 1
-        if load.opname == "LOAD_CONST" and type(load.argval) not in _PLAIN:
+        if is_certain and load.opname == "LOAD_CONST" and type(load.argval) not in _PLAIN:
             continue
-        found[test.offset] = load.argval if load.opname in _LOADS else None, tuple(attributes)
+        is_certain = is_certain and load.opname in _LOADS
+        found[test.offset] = load.argval if is_certain else None, tuple(attributes)
     return found
 
 
 def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> Any:
     """What an instruction has loaded, or text if that is not known."""
+    if name is None:
+        return ""
     value: Any = ""
     for names in (frame.f_locals, frame.f_globals, vars(builtins)):
         if name in names:
             value = names[name]
             break
     for attribute in attributes:
-        is_holder = issubclass(type(value), (ModuleType, type))
+        is_holder = issubclass(type(value), (ModuleType, type)) or attribute == "__class__"
         value = getattr(value, attribute, "") if is_holder else ""
     return value
 
