@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import builtins
 import dis
-import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.value_stand_ins import CLASSES, VALUES
@@ -41,25 +40,50 @@ _OF_CONTROL: Final = (
 """Exceptions that no function written in C raises both for a wrong value and for a wrong class."""
 
 
-def may_read_when_run(code: CodeType) -> bool:
-    """Whether code that begins to run may read values unnoticed."""
-    if not _is_users(code):
-        return any(code is other for other in _TO_THREADS)
-    return not _COMPARISONS.isdisjoint(code.co_names)
+class Ways(NamedTuple):
+    """In which ways code may read values unnoticed.
 
-
-def tests_identity(code: CodeType) -> bool:
-    """Whether code of the user's compares objects by identity, so that `may_read_by_identity` is to
-    be asked before each of its instructions.
+    Attributes:
+        code: the code.
+        is_users: whether it is the user's, also what he gives to `exec` or to `python -c`.
+        when_run: whether it may read some as soon as it runs.
+        identity_tests: by the place of each test with `is` that may be one of plain values, how its
+            right side is loaded: a name, None if it is no name, and the attributes that are taken
+            from it.
     """
-    return _is_users(code) and bool(_identity_tests(code))
+
+    code: CodeType
+    is_users: bool
+    when_run: bool
+    identity_tests: dict[int, tuple[str | None, tuple[str, ...]]]
+
+
+_ways: Final[dict[int, Ways]] = {}
+"""Those of code, by its identity: the hash of code is that of all that is in it."""
+_identity = id  # while a step is traced, its code gets another function for it
+
+
+def ways_of(code: CodeType) -> Ways:
+    """In which ways code may read values unnoticed."""
+    known = _ways.get(_identity(code))
+    if known is None:
+        is_users = _is_users(code)
+        known = _ways[_identity(code)] = Ways(
+            code,
+            is_users,
+            not _COMPARISONS.isdisjoint(code.co_names)
+            if is_users
+            else any(code is other for other in _TO_THREADS),
+            _identity_tests(code) if is_users else {},
+        )
+    return known
 
 
 def may_read_by_identity(frame: FrameType) -> bool:
     """Whether the next instruction of a frame may compare a plain value by identity: neither is it
     another one, nor is what stands on its right known to be no such value.
     """
-    load = _identity_tests(frame.f_code).get(frame.f_lasti)
+    load = ways_of(frame.f_code).identity_tests.get(frame.f_lasti)
     return load is not None and type(_loaded(frame, *load)) in _PLAIN
 
 
@@ -70,22 +94,17 @@ def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
     return (
         traceback.tb_next is None
         and not issubclass(kind, _OF_CONTROL)
-        and _is_users(frame.f_code)
+        and ways_of(frame.f_code).is_users
         and frame.f_code.co_code[frame.f_lasti] not in _RAISES
     )
 
 
 def _is_users(code: CodeType) -> bool:
-    """Whether code is the user's, also what he gives to `exec` or to `python -c`."""
     file = code.co_filename
     return is_user_code(code) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
-@functools.cache
 def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
-    """By the place of each test with `is` that may be one of plain values, how its right side is
-    loaded: a name, None if it is no name, and the attributes that are taken from it.
-    """
     found: dict[int, tuple[str | None, tuple[str, ...]]] = {}
     instructions = [*dis.get_instructions(code)]
     for place, test in enumerate(instructions):
@@ -122,4 +141,4 @@ def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> 
     return value
 
 
-__all__ = ["may_read_by_identity", "may_read_by_raising", "may_read_when_run", "tests_identity"]
+__all__ = ["Ways", "may_read_by_identity", "may_read_by_raising", "ways_of"]

@@ -25,8 +25,7 @@ from typing import Any, Final
 from roam.capture.tracing.unnoticed_reads import (
     may_read_by_identity,
     may_read_by_raising,
-    may_read_when_run,
-    tests_identity,
+    ways_of,
 )
 from roam.errors import CaptureError
 from roam.state.value_stand_ins import StandIn, stand_in_for
@@ -102,9 +101,10 @@ def watched() -> Iterator[Watch]:
     def begins(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code is own:
             return None
-        watch.is_blind |= may_read_when_run(frame.f_code)
+        ways = ways_of(frame.f_code)
+        watch.is_blind |= ways.when_run
         frame.f_trace_lines = False
-        frame.f_trace_opcodes = tests_identity(frame.f_code)
+        frame.f_trace_opcodes = bool(ways.identity_tests)
         return passes
 
     own, before = StandIn.__getattribute__.__code__, sys.gettrace()
