@@ -68,6 +68,18 @@ class TestStepsAsUsersWriteThem:
         seen = torch.zeros(4)
         self.check(make)
 
+    def test_a_view_in_inference_mode_of_what_changes_is_refused(self) -> None:
+        net = Net()
+
+        def step(model, optimizer, x, y):
+            with torch.inference_mode():
+                weight = next(model.parameters()).view(-1)
+            return plain_step(model, optimizer, x, y), weight
+
+        with pytest.raises(roam.CaptureError, match="a view that it made under") as caught:
+            roam.compile(step)(net, adamw(net), *batches(1)[0])
+        assert caught.value.code == "result"
+
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_both_forms_of_zero_grad(self, momentum: float, set_to_none: bool) -> None:

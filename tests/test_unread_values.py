@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import ctypes
 import dataclasses
 import decimal
 import enum
@@ -19,8 +20,10 @@ import random
 import re
 import struct
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,13 +72,37 @@ def swallowed(read: Callable[[Any], Any]) -> Use:
     return use
 
 
+def in_thread(name: Any) -> int:
+    found: list[int] = []
+    read = swallowed(lambda name: found.append(ord(name)))
+    thread = threading.Thread(target=read, args=(name,))
+    thread.start()
+    thread.join()
+    return sum(found)
+
+
+POOL = ThreadPoolExecutor(1)
 WEIGHT = torch.linspace(-1, 1, 6)
 HOLDER = SimpleNamespace(x=1, xx=2, xxx=3)
 NAMES = ["xx", "xxx", "x", "xxxxx", "xxxx"]
+DEFAULT = SimpleNamespace(name="".join(["unset"]))
+DEFAULT_NAME = DEFAULT.name
 READ_NAMES: dict[str, Use] = {
     "length": lambda name: len(name),
     "equality": lambda name: int(name == "xx"),
     "equality the other way round": lambda name: int("xx" == name),  # noqa: SIM300
+    "identity": lambda name: 1 if name is DEFAULT_NAME else 0,
+    "identity with an attribute": lambda name: 1 if name is not DEFAULT.name else 0,
+    "identity the other way round": lambda name: 1 if DEFAULT_NAME is name else 0,
+    "identity of elements": lambda name: int(any(name is other for other in NAMES[:1])),
+    "identity with one of two": lambda name: (
+        1 if name is (DEFAULT_NAME if WEIGHT is not None else None) else 0
+    ),
+    "identity in code without a file": eval("lambda name: 1 if name is DEFAULT_NAME else 0"),
+    "identity as a function": lambda name: int(operator.is_(name, DEFAULT_NAME)),
+    "comparison as a method": lambda name: 1 if DEFAULT_NAME.__eq__(name) is True else 0,
+    "thread": in_thread,
+    "pool": lambda name: POOL.submit(swallowed(ord), name).result(),
     "order": lambda name: int(name < "xxx"),
     "key": lambda name: {"xx": 2, "xxx": 3}.get(name, 0),
     "entry": lambda name: swallowed(lambda name: ["xx", "xxx"].index(name))(name),
@@ -158,6 +185,7 @@ READ_NUMBERS: dict[str, Use] = {
     "maximum": lambda number: max(2, number),
     "power": lambda number: 2**number,
     "array": lambda number: int(np.asarray([number]).sum()),
+    "dtype of an array": lambda number: np.array([number]).dtype,
     "array of floats": lambda number: float(np.array([number], dtype=np.float32)[0]),
     "round": lambda number: round(number),
     "where": lambda number: torch.where(WEIGHT > 0, WEIGHT, number),
@@ -189,6 +217,8 @@ READ_BYTES: dict[str, Use] = {
     "buffer": lambda key: torch.frombuffer(bytearray(key), dtype=torch.uint8),
     "view": lambda key: swallowed(lambda key: len(memoryview(key)))(key),
     "struct": lambda key: swallowed(lambda key: struct.unpack("2s", key)[0])(key),
+    "struct of one byte": lambda key: swallowed(lambda key: struct.pack("c", key)[0])(key),
+    "character": lambda key: swallowed(lambda key: ctypes.c_char(key).value[0])(key),
     "join": lambda key: b"".join([key]),
     "from bytes": lambda key: swallowed(lambda key: int.from_bytes(key, "big"))(key),
     "array": lambda key: np.frombuffer(key, np.uint8).sum(),
@@ -249,6 +279,8 @@ HANDED_ROUND: dict[str, Use] = {
     "partial": lambda value: functools.partial(lambda value: 0, value)(),
     "copy of the containers": lambda value: copy.copy([value]),
     "class": lambda value: value.__class__ is str,
+    "identity": lambda value: (value is WEIGHT, value is Choice.FIRST, (value is None) is True),
+    "identity of classes": lambda value: value.__class__ is WEIGHT.__class__,
 }
 
 
@@ -385,6 +417,19 @@ def test_a_value_that_only_some_shapes_read() -> None:
 )  # fmt: skip
 def test_a_step_that_asks_for_the_type(factor: Callable[[Any], Any]) -> None:
     compared(functools.partial(trains, factor=factor), batches)
+
+
+@pytest.mark.parametrize(
+    "is_default",
+    [lambda name: name is DEFAULT_NAME, lambda name: id(name) == id(DEFAULT_NAME)],
+    ids=["is", "id"],
+)
+def test_a_name_that_another_one_stands_for(is_default: Callable[[Any], bool]) -> None:
+    def named() -> list[Any]:
+        names = ["a.png", "b.png", DEFAULT_NAME, "c.png", DEFAULT_NAME]
+        return [batch | {"names": name} for batch, name in zip(batches(), names, strict=True)]
+
+    compared(functools.partial(trains, factor=lambda batch: 1 + is_default(batch["names"])), named)
 
 
 def test_names_that_the_backward_pass_reads() -> None:

@@ -27,6 +27,8 @@ _OWN: Final = frozenset(
     }
 )
 """Special methods that a stand-in has for itself."""
+_ASKED_BY_NUMPY: Final = "__array_struct__"
+"""What NumPy looks for in an object that it makes an array of."""
 _REFLECTED: Final[dict[str, Callable[[Any, Any], Any]]] = {
     f"__r{name}__": getattr(operator, f"__{name}__")
     for name in (
@@ -58,7 +60,7 @@ class StandIn:
         real = object.__getattribute__(self, "_roam_real")
         if name == "__class__":
             return type(real)
-        if hasattr(type(real), name):
+        if hasattr(type(real), name) or name == _ASKED_BY_NUMPY:
             object.__getattribute__(self, "_roam_note")()
         return getattr(real, name)
 
@@ -73,7 +75,7 @@ def _value_of(stand_in: Any) -> Any:
     return object.__getattribute__(stand_in, "_roam_real")
 
 
-def _read(value: Any) -> Any:
+def read(value: Any) -> Any:
     """What a stand-in stands for, which counts as read; any other value itself."""
     if not issubclass(type(value), StandIn):
         return value
@@ -83,14 +85,14 @@ def _read(value: Any) -> Any:
 
 def _special(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
-        return getattr(_read(self), name)(*map(_read, args))
+        return getattr(read(self), name)(*map(read, args))
 
     return method
 
 
 def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        return operation(other, _read(self))
+        return operation(other, read(self))
 
     return method
 
@@ -117,4 +119,4 @@ def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
     return made
 
 
-__all__ = ["CLASSES", "VALUES", "StandIn", "stand_in_for"]
+__all__ = ["CLASSES", "VALUES", "StandIn", "read", "stand_in_for"]

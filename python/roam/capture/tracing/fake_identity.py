@@ -18,7 +18,7 @@ import torch
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
-from roam.state.value_stand_ins import CLASSES
+from roam.state.value_stand_ins import CLASSES, read
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -99,6 +99,8 @@ class Identities:
             return _identity(real)
 
         def identity(value: Any, /) -> int:
+            if _type(value) in _PLAIN and _asked_by_user():
+                value = read(value)
             return fixed(value) if _is_stand_in(value) and _asked_by_user() else _identity(value)
 
         def hashed(value: Any, /) -> int:

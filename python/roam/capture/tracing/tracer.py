@@ -873,6 +873,14 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
 
 def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
     """How autograd sees a tensor that the step makes and returns."""
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError as error:  # which eager PyTorch raises when the history is asked for
+        raise CaptureError(
+            "the step returns a view that it made under torch.inference_mode, and changes the "
+            "memory outside of that mode; return a copy, such as x.clone()",
+            code="result",
+        ) from error
     if is_parameter(tensor) or (tensor.is_leaf and tensor.grad is not None):
         raise CaptureError(
             "the step returns a parameter that it makes, or a tensor with a gradient; return "

@@ -5,7 +5,8 @@ A step that has been traced is traced once more with stand-ins in place of such 
 says of what class the value is, and gives the value itself to whatever asks for more, which is
 noted. A function written in C may refuse a stand-in without asking it anything, and the step may go
 on after that. So exceptions are counted too, also those that the step catches: with stand-ins no
-other exception may be raised than without.
+other exception may be raised than without. Nothing is sure either where code may read values in a
+way that stand-ins do not notice (`roam.capture.tracing.unnoticed_reads`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,33 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
+from roam.capture.tracing.unnoticed_reads import (
+    may_read_by_identity,
+    may_read_by_raising,
+    ways_of,
+)
 from roam.errors import CaptureError
 from roam.state.value_stand_ins import StandIn, stand_in_for
 
-Events = Counter[tuple[object, int, type, tuple[Any, ...]]]
-"""How often an exception passed a line of some code: its class, and what it says."""
 _ADDRESS: Final = re.compile("0x[0-9a-f]+")
 _args: Final[Any] = BaseException.__dict__["args"]
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a thread does in a block.
+
+    Attributes:
+        raised: how often an exception passed a line of some code: its class, and what it says.
+        is_blind: whether the code may have read values in a way that stand-ins do not notice.
+    """
+
+    raised: Counter[tuple[object, int, type, tuple[Any, ...]]] = field(default_factory=Counter)
+    is_blind: bool = False
 
 
 class StandIns:
@@ -65,27 +83,34 @@ class StandIns:
 
 
 @contextmanager
-def exceptions_counted() -> Iterator[Events]:
-    """Counts the exceptions that this thread raises in the block, where they are raised and in each
-    function that they pass.
+def watched() -> Iterator[Watch]:
+    """Watches what this thread does in the block. Exceptions are counted where they are raised and
+    in each function that they pass.
     """
-    found: Events = Counter()
+    watch = Watch()
 
     def passes(frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
-            found[frame.f_code, frame.f_lineno, arg[0], _said_by(arg[1])] += 1
+            kind, error, traceback = arg
+            watch.raised[frame.f_code, frame.f_lineno, kind, _said_by(error)] += 1
+            watch.is_blind |= may_read_by_raising(frame, kind, traceback)
+        elif event == "opcode":
+            watch.is_blind |= may_read_by_identity(frame)
         return passes
 
     def begins(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code is own:
             return None
+        ways = ways_of(frame.f_code)
+        watch.is_blind |= ways.when_run
         frame.f_trace_lines = False
+        frame.f_trace_opcodes = bool(ways.identity_tests)
         return passes
 
     own, before = StandIn.__getattribute__.__code__, sys.gettrace()
     sys.settrace(begins)
     try:
-        yield found
+        yield watch
     finally:
         sys.settrace(before)
 
@@ -116,21 +141,22 @@ def unread(
     if sys.gettrace() is not None:
         return ()  # a debugger's
     try:
-        with exceptions_counted() as expected:
+        with watched() as expected:
             plain = trace(StandIns({}))
     except CaptureError:  # which no trace of the capture has met
         return ()
     left = dict(values)
-    while left:
+    while left and not expected.is_blind:
         stand_ins = StandIns(left)
         try:
-            with exceptions_counted() as raised:
+            with watched() as seen:
                 programs = trace(stand_ins)
         except Exception:  # noqa: BLE001 - for a function written in C, a stand-in is no value
             programs = None
         is_sure = (
             programs is not None
-            and not raised - expected
+            and not seen.is_blind
+            and not seen.raised - expected.raised
             and agree(plain, programs)
             and not stand_ins.are_kept()
         )

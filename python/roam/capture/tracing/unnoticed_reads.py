@@ -1,0 +1,144 @@
+"""How code may read a plain value although nothing asks a stand-in for it: it compares objects by
+identity, catches what a function written in C says of any wrong value, calls a comparison of such a
+class as a method, or leaves the work to another thread.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Final, NamedTuple
+
+from roam.capture.tracing.source_location import is_user_code
+from roam.state.value_stand_ins import CLASSES, VALUES
+
+_PLAIN: Final = frozenset((*VALUES, *CLASSES.values()))
+_COMPARISONS: Final = frozenset(
+    {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "is_", "is_not"}
+)
+"""Names of functions that answer without asking a stand-in."""
+_LOADS: Final = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
+_RAISES: Final = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+_TO_THREADS: Final = (
+    ThreadPoolExecutor.submit.__code__,
+    threading.Condition.notify.__code__,
+    threading.Condition.wait.__code__,
+    threading.Thread.start.__code__,
+)
+_OF_CONTROL: Final = (
+    AttributeError,
+    GeneratorExit,
+    ImportError,
+    IndexError,
+    KeyError,
+    StopAsyncIteration,
+    StopIteration,
+)
+"""Exceptions that no function written in C raises both for a wrong value and for a wrong class."""
+
+
+class Ways(NamedTuple):
+    """In which ways code may read values unnoticed.
+
+    Attributes:
+        code: the code.
+        is_users: whether it is the user's, also what he gives to `exec` or to `python -c`.
+        when_run: whether it may read some as soon as it runs.
+        identity_tests: by the place of each test with `is` that may be one of plain values, how its
+            right side is loaded: a name, None if it is no name, and the attributes that are taken
+            from it.
+    """
+
+    code: CodeType
+    is_users: bool
+    when_run: bool
+    identity_tests: dict[int, tuple[str | None, tuple[str, ...]]]
+
+
+_ways: Final[dict[int, Ways]] = {}
+"""Those of code, by its identity: the hash of code is that of all that is in it."""
+_identity = id  # while a step is traced, its code gets another function for it
+
+
+def ways_of(code: CodeType) -> Ways:
+    """In which ways code may read values unnoticed."""
+    known = _ways.get(_identity(code))
+    if known is None:
+        is_users = _is_users(code)
+        known = _ways[_identity(code)] = Ways(
+            code,
+            is_users,
+            not _COMPARISONS.isdisjoint(code.co_names)
+            if is_users
+            else any(code is other for other in _TO_THREADS),
+            _identity_tests(code) if is_users else {},
+        )
+    return known
+
+
+def may_read_by_identity(frame: FrameType) -> bool:
+    """Whether the next instruction of a frame may compare a plain value by identity: neither is it
+    another one, nor is what stands on its right known to be no such value.
+    """
+    load = ways_of(frame.f_code).identity_tests.get(frame.f_lasti)
+    return load is not None and type(_loaded(frame, *load)) in _PLAIN
+
+
+def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
+    """Whether a function written in C, called by code of the user's, may have raised an exception
+    for a value as for a stand-in.
+    """
+    return (
+        traceback.tb_next is None
+        and not issubclass(kind, _OF_CONTROL)
+        and ways_of(frame.f_code).is_users
+        and frame.f_code.co_code[frame.f_lasti] not in _RAISES
+    )
+
+
+def _is_users(code: CodeType) -> bool:
+    file = code.co_filename
+    return is_user_code(code) or (file.startswith("<") and not file.startswith("<frozen"))
+
+
+def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
+    found: dict[int, tuple[str | None, tuple[str, ...]]] = {}
+    instructions = [*dis.get_instructions(code)]
+    for place, test in enumerate(instructions):
+        if test.opname != "IS_OP":
+            continue
+        attributes: list[str] = []
+        place -= 1
+        is_certain = (
+            not test.is_jump_target
+        )  # else other code may have loaded it, as in `a if b else c`
+        while (load := instructions[place]).opname == "LOAD_ATTR":
+            attributes.insert(0, load.argval)
+            is_certain = is_certain and not load.is_jump_target
+            place -= 1
+        if is_certain and load.opname == "LOAD_CONST" and type(load.argval) not in _PLAIN:
+            continue
+        is_certain = is_certain and load.opname in _LOADS
+        found[test.offset] = load.argval if is_certain else None, tuple(attributes)
+    return found
+
+
+def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> Any:
+    """What an instruction has loaded, or text if that is not known."""
+    if name is None:
+        return ""
+    value: Any = ""
+    for names in (frame.f_locals, frame.f_globals, vars(builtins)):
+        if name in names:
+            value = names[name]
+            break
+    for attribute in attributes:
+        is_holder = issubclass(type(value), (ModuleType, type)) or attribute == "__class__"
+        value = getattr(value, attribute, "") if is_holder else ""
+    return value
+
+
+__all__ = ["Ways", "may_read_by_identity", "may_read_by_raising", "ways_of"]
