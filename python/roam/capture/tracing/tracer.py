@@ -607,6 +607,16 @@ def _watched(
             inputs, lengths = torch.tensor(inputs), torch.tensor(lengths)
         return plain_ctc_loss(log_probs, targets, inputs, lengths, *options, **named)
 
+    def swapped(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        is_moved = sys._getframe(2).f_code is torch.nn.Module._apply.__code__
+        if not is_moved or torch.__future__.get_swap_module_params_on_conversion():
+            recorder.refuse(
+                "the step exchanges a tensor for another one; write into the tensor under "
+                "torch.no_grad() with copy_",
+                code="parameter_replaced",
+            )
+        tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
+
     replacements: list[Replacement] = [(FakeTensor, "data", _data(recorder))]
 
     def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -621,6 +631,7 @@ def _watched(
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(C_NN, "cross_entropy_loss", cross_entropy)
         replace(torch, "ctc_loss", ctc_loss)
+        replace(torch.utils, "swap_tensors", swapped)
         replace(
             VF, "_pad_packed_sequence", functools.partial(recorder.padded, VF._pad_packed_sequence)
         )
