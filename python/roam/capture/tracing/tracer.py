@@ -515,9 +515,11 @@ def _watched(
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
-    def shown(tensor: Any, *_: object, **__: object) -> str:
+    def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
+        if name == "__format__" and tensor.dim() == 0 and not _is_floating(tensor):
+            return format(tensor.item(), form)  # which may be known, if the batch decides it
         recorder.refuse(
             "the step prints a tensor, whose value does not exist during capture; "
             "return it, and print it outside of the step",
@@ -694,7 +696,7 @@ def _watched(
         for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
             replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
-            replace(torch.Tensor, name, shown)
+            replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
         stack.enter_context(
             fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
