@@ -207,6 +207,23 @@ def flattened() -> Made:
     return step, lambda: [*net.parameters()]
 
 
+def converted() -> Made:
+    """`Module.to` and its like give parameters and gradients other data, or leave them."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        net[2] = net[2].to(torch.float32)
+        loss = functional.cross_entropy(net(x), y)
+        loss.backward()
+        net.bfloat16().float()
+        optimizer.step()
+        net.to("cpu").zero_grad()
+        return loss
+
+    return step, lambda: [*net.parameters()]
+
+
 def inputs() -> Made:
     def step(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         x.data = x.data.clamp(0, 1)
@@ -251,6 +268,7 @@ STEPS: dict[str, Callable[[], Made]] = {
     "buffers": buffers,
     "gradients": gradients,
     "flattened": flattened,
+    "converted": converted,
     "inputs": inputs,
     "returned": returned,
     "made in the step": made_in_the_step,

@@ -154,6 +154,7 @@ class TestNumbersOfTheBatch:
             lambda y, counts: torch.cat([part.square() for part in y.repeat(2, 1)[: counts.sum()].split(counts.tolist())]),
             lambda y, counts: sum(y[step] * step for step in range(int(counts.max()) + 1)),
             lambda y, counts: y if counts[0] else y.square(),
+            lambda y, counts: y * float(f"{counts.sum():3d}") if f"{counts.any()}" == "True" else y,
             lambda y, counts: torch.stack([y[count] for count in counts]),
             lambda y, counts: y.sum() * torch.ones(int(counts.sum() * 0.5) + 1).sum(),
         ],

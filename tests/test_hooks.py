@@ -82,6 +82,31 @@ class TestHooksOnGradients:
 
         same_with_hooks(attach)
 
+    def test_of_a_library_that_close_over_a_tensor(self) -> None:
+        library: dict[str, Any] = {"__name__": "peft.masks"}
+        exec("def masking(mask):\n    return lambda gradient: gradient * mask", library)
+
+        def script(wrap):
+            model = Block()
+            mask = torch.rand_like(model.first.weight)
+            model.first.weight.register_hook(library["masking"](mask))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            @wrap
+            def step(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            x, y, z = images(3)
+            returned = [step(x), step(y)]
+            mask.mul_(2)
+            return [*returned, step(z), model.state_dict()]
+
+        same_by_plan(script)
+
     def test_that_are_taken_off_again(self) -> None:
         def script(wrap):
             model = Block()

@@ -230,6 +230,31 @@ class TestSweep:
         assert not sweep.differing
 
 
+TURNED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "elements": lambda x, index: x.flatten()[index.t()],
+    "rows": lambda x, index: x[index.t()],
+    "columns": lambda x, index: x[:, index.t()],
+    "apart": lambda x, index: x.view(6, 2, 3)[index.t(), :, index.t() % 3],
+    "with another index": lambda x, index: x[index.t(), torch.arange(3)[:, None]],
+}
+
+
+@pytest.mark.parametrize("select", TURNED.values(), ids=TURNED)
+def test_of_what_a_transposed_index_selects(
+    select: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    weight, index = torch.nn.Parameter(torch.randn(6, 6)), torch.randint(6, (4, 3))
+
+    def step(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        selected = select(weight * 2, index)
+        selected.square().sum().backward()
+        return selected.detach(), selected.detach() + 1
+
+    for one, other in zip(roam.compile(step)(index), step(index), strict=True):
+        assert_same_bits(one, other)
+        assert one.stride() == other.stride()
+
+
 def permuted(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 3, 1)
 

@@ -453,6 +453,10 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
         lambda held, x: setattr(held, "value", nn.Parameter(x * 2, requires_grad=False)),
         "parameter_replaced",
     ),
+    "a tensor in exchange for another": (
+        lambda held, x: torch.utils.swap_tensors(held.value, x * 2),
+        "parameter_replaced",
+    ),
     "a history written in place": (lambda held, x: held.value.mul_(WEIGHT), "outer_history"),
     "a history written into an argument": (lambda held, x: x.mul_(WEIGHT), "outer_history"),
     "a gradient that is a leaf": (

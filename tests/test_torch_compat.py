@@ -1444,6 +1444,9 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "stop_allocator_events": _events,
     "storage_pointer": _shares,
     "storage_uses": _uses,
+    "strides_together": lambda: (
+        private.strides_together(torch.ones(2, 3).t(), torch.ones(3, 2).expand(3, 2)) == (1, 3)
+    ),
     "subclass_of": _fakes,
     "tensor_uses": _holds,
     "suggest_memory_format": lambda: (

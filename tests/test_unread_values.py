@@ -386,13 +386,14 @@ def test_one_capture_is_enough_where_no_more_are_allowed(on_change: Any) -> None
     assert len(compared(trains, batches, on_change=on_change)._captures) == 1
 
 
-def test_names_in_objects_need_no_plan_for_each() -> None:
+@pytest.mark.parametrize("held", [str, lambda name: [name], lambda name: {"first": name}])
+def test_names_in_objects_need_no_plan_for_each(held: Callable[[str], Any]) -> None:
     def make(net: Net, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
         step = trains(net, optimizer)
         return lambda sample: step({"x": sample.x, "name": sample.name})
 
     def samples() -> list[Any]:
-        return [Sample(batch["x"], batch["names"][0]) for batch in batches(8)]
+        return [Sample(batch["x"], held(batch["names"][0])) for batch in batches(8)]
 
     assert len(compared(make, samples)._captures) <= 4
 

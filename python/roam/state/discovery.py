@@ -461,6 +461,7 @@ class _Walk:
                 parts = (getattr(value, name, None) for name in ("__wrapped__", "registry"))
                 for part in (*parts, *_closed_over(value)):
                     self._enqueue(part, path)
+                self._tensors_closed_over(value)
         elif kind is types.MethodType:
             self._enqueue(value.__self__, f"{path}.__self__")
             self._enqueue(value.__func__, path)
@@ -741,10 +742,8 @@ class _Walk:
                     function.__kwdefaults__, path, label=lambda name: f"default {name}{of}"
                 )
             )
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            space = CellSpace(cell, name, f"closure {name}{of}")
+        for space in _cells(function, of):
+            cell, name = space.holder, space.name
             self._link(cell)
             if self._is_new(cell):
                 with self._in(None if self.holder is None else cell):
@@ -757,6 +756,12 @@ class _Walk:
         if function.__dict__:
             self._fill(MappingSpace(function.__dict__, path, label=_child(path)))
         self._globals(function, is_root)
+
+    def _tensors_closed_over(self, function: types.FunctionType) -> None:
+        """A library's hook may close over a tensor, such as a mask for a gradient."""
+        for space in _cells(function, f" of {function.__qualname__}"):
+            if _holds_tensors(held for _, held in space.items()) and self._is_new(space.holder):
+                self._fill(space)
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
         names, attributes = names_of(function.__code__)
@@ -1052,6 +1057,12 @@ def _bind(
             yield from value.items()
         else:
             yield name, value
+
+
+def _cells(function: types.FunctionType, of: str) -> Iterator[CellSpace]:
+    """The variables that a function closes over."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return (CellSpace(cell, name, f"closure {name}{of}") for name, cell in cells)
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:

@@ -103,7 +103,7 @@ PATCHES: Final = (
     Patch("torch.nn.init", ("_no_grad_trunc_normal_",), "it draws until no value is too large, which no fake tells",
           "`roam.fake` does not end, or raises, on models that draw weights so"),
     Patch("torch.utils", ("swap_tensors", "weakref"), "`Module.to` swaps fakes, to which fake modes keep weak references",
-          "`roam.fake` raises on models that are moved or cast"),
+          "`roam.fake` and steps raise on models that are moved or cast"),
     Patch("torch.cuda.amp.common", ("amp_definitely_not_available",), "autocast for CUDA works without a device",
           "an estimate for CUDA has float32 instead of half precision"),
     Patch("torch.cuda", ("is_bf16_supported",), "bfloat16 is allowed without a device",

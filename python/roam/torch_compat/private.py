@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import compute_elementwise_output_strides as strides_together
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -1536,6 +1537,7 @@ __all__ = [
     "storage_pointer",
     "storage_uses",
     "store_of",
+    "strides_together",
     "subclass_of",
     "suggest_memory_format",
     "take_from_place",

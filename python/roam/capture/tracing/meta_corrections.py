@@ -19,6 +19,7 @@ from roam.torch_compat.private import (
     disable_current_modes,
     function_transform,
     schema_of,
+    strides_together,
     suggest_memory_format,
 )
 
@@ -110,6 +111,30 @@ def _window(args: Any, result: Any) -> Any:
     return result.new_empty(len(result) + 1)[:-1] if is_periodic and len(result) > 1 else result
 
 
+def _index(args: Any, result: Any) -> Any:
+    """The order of the dimensions in memory follows the tensor and the indices, as in an
+    elementwise operator of these; fake kernels look at the tensor alone.
+    """
+    tensor, indices = args
+    given = {at: index for at, index in enumerate(indices) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
+        return result
+    first, count = min(given), len(given)
+    if max(given) - first >= count:  # the dimensions that are indexed come first
+        others = [at for at in range(tensor.dim()) if at not in given]
+        tensor, first = tensor.permute(*given, *others), 0
+    spread = torch.broadcast_tensors(*given.values())
+    between, rest = spread[0].dim(), tensor.dim() - first - count
+    strides = [*tensor.stride()[:first], *[0] * between, *tensor.stride()[first + count :]]
+    parts = [torch.empty_strided(result.shape, strides, device="meta")]
+    parts += [
+        index.reshape([1] * first + [*index.shape] + [1] * rest).expand(result.shape)
+        for index in spread
+    ]
+    made = strides_together(*parts)
+    return result if made == result.stride() else result.new_empty_strided(result.shape, made)
+
+
 def _attention(args: Any, result: Any, *, func: Any) -> Any:
     """Kernels of attention keep a seed and an offset, with which their backward pass draws dropout
     again. Some keep them on the CPU; fake kernels put them where the query is.
@@ -157,6 +182,7 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
         for overload in getattr(aten, f"{name}_window").overloads()
         if not overload.endswith("out")
     },
+    aten.index.Tensor: _index,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,

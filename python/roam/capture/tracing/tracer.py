@@ -515,9 +515,11 @@ def _watched(
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
-    def shown(tensor: Any, *_: object, **__: object) -> str:
+    def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
+        if name == "__format__" and tensor.dim() == 0 and not _is_floating(tensor):
+            return format(tensor.item(), form)  # which may be known, if the batch decides it
         recorder.refuse(
             "the step prints a tensor, whose value does not exist during capture; "
             "return it, and print it outside of the step",
@@ -607,6 +609,16 @@ def _watched(
             inputs, lengths = torch.tensor(inputs), torch.tensor(lengths)
         return plain_ctc_loss(log_probs, targets, inputs, lengths, *options, **named)
 
+    def swapped(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        is_moved = sys._getframe(2).f_code is torch.nn.Module._apply.__code__
+        if not is_moved or torch.__future__.get_swap_module_params_on_conversion():
+            recorder.refuse(
+                "the step exchanges a tensor for another one; write into the tensor under "
+                "torch.no_grad() with copy_",
+                code="parameter_replaced",
+            )
+        tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
+
     replacements: list[Replacement] = [(FakeTensor, "data", _data(recorder))]
 
     def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -621,6 +633,7 @@ def _watched(
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(C_NN, "cross_entropy_loss", cross_entropy)
         replace(torch, "ctc_loss", ctc_loss)
+        replace(torch.utils, "swap_tensors", swapped)
         replace(
             VF, "_pad_packed_sequence", functools.partial(recorder.padded, VF._pad_packed_sequence)
         )
@@ -683,7 +696,7 @@ def _watched(
         for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
             replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
-            replace(torch.Tensor, name, shown)
+            replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
         stack.enter_context(
             fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
