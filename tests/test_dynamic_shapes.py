@@ -402,8 +402,8 @@ class TestRefusals:
             (lambda y: y.nonzero(), "nonzero_static", lambda y: torch.nonzero_static(y, size=24)),
             (
                 lambda y: y.argmax(1).bincount(),
-                "one_hot",
-                lambda y: nn.functional.one_hot(y.argmax(1), 4).sum(0),
+                "minlength=n",
+                lambda y: y.argmax(1).bincount(minlength=4),
             ),
             (
                 lambda y: y.repeat_interleave(y.argmax(1) * 0 + 2, dim=0),
@@ -431,6 +431,20 @@ class TestRefusals:
         assert error.code == "data_dependent"
         assert advised in str(error)
         assert captures(same(body(instead), [(torch.randn(6, 4),) for _ in range(3)])) == 1
+
+    @pytest.mark.parametrize("bins", [2, 4, 5])
+    @pytest.mark.parametrize("is_weighted", [False, True])
+    def test_bins_may_hold_what_the_step_computes(self, bins: int, is_weighted: bool) -> None:
+        """With two bins some batches need more; then the step's own function runs."""
+
+        def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            weights = y[:, 0].detach() if is_weighted else None
+            counts = torch.bincount(y.argmax(1), weights, minlength=bins)
+            return (y.sum() * counts[:2].max()) * len(counts)
+
+        found = same(body, [(torch.randn(6, 4) + (place % 3),) for place in range(8)])
+        assert captures(found) == 1
 
     def test_of_fakes_whose_values_nobody_knows(self) -> None:
         with roam.fake():

@@ -77,10 +77,13 @@ class CaptureError(RoamError):
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
         settles: whether the step can probably be captured after it has run once, like a step that
             sets something up at its first call.
+        is_unusual: whether other values, which are usual at this place, could be captured, so that
+            for these the user's own function may run.
     """
 
     path: str | None = None
     settles: bool = False
+    is_unusual: bool = False
 
 
 class PlanError(RoamError):

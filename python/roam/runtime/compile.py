@@ -301,6 +301,8 @@ class Step:
             # find out would leave the others waiting.
             if answers.guessed and seen is None and refusal.code != "collective_branch":
                 return None
+            if refusal.is_unusual:
+                return None
             if not refusal.settles or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1

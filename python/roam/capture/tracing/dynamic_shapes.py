@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from roam.torch_compat.private import schema_of
+from roam.torch_compat.private import disable_current_modes, schema_of
 
 aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
@@ -24,7 +24,7 @@ Answer = Any
 """A number, or a tuple of what is compared by value."""
 _MASKED: Final = "torch.where with three arguments, masked_fill, or a product with the mask"
 _FIXED: Final = {
-    "bincount": "torch.nn.functional.one_hot(x, n).sum(0), where n is the number of bins",
+    "bincount": "torch.bincount(x, minlength=n), where n is the number of bins",
     "linalg_lstsq": "torch.linalg.pinv(a) @ b, or torch.linalg.qr",
     "nonzero": f"{_MASKED}; or torch.nonzero_static(x, size=n), where n is at least the number of places",
     "repeat_interleave": "repeat_interleave(..., output_size=n), where n is the sum of all repeats",
@@ -47,6 +47,9 @@ class Decided:
     """The call's results, as fakes."""
     value: Callable[[Answer], tuple[int, torch.Tensor]] | None = None
     """Place and value of a result that the answer holds whole, if there is one."""
+    usual: tuple[Callable[[Callable[..., Any]], torch.Tensor], Answer] | None = None
+    """A condition that the step itself computes (it is given what calls kernels), and the answer
+    where the condition holds. With these the shapes need not be known before the step."""
 
 
 def shape_refusal(operator: str) -> str:
@@ -87,6 +90,22 @@ def _by_all(func: Any, *operands: Any) -> Decided | None:
 
 def _device_of(operands: Sequence[Any]) -> torch.device:
     return next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
+
+
+def _by_counts(func: Any, x: Any, weights: Any, minlength: int) -> Decided | None:
+    """The number of bins is `minlength`, unless an element is larger."""
+    rule = _by_all(func, x, weights, minlength)
+    if rule is None or type(minlength) is not int or minlength <= 0:
+        return rule
+
+    def are_small(call: Callable[..., Any]) -> torch.Tensor:
+        return call(aten.all.default, call(aten.lt.Scalar, x, minlength))  # type: ignore[no-any-return]
+
+    with disable_current_modes():
+        one = torch.zeros(1, dtype=torch.int64)
+        weight = None if weights is None else torch.zeros(1, dtype=weights.dtype)
+        answer = layouts_of(func, one, weight, minlength)
+    return replace(rule, usual=(are_small, answer))
 
 
 def layouts_of(func: Any, *operands: Any) -> Answer:
@@ -208,7 +227,6 @@ _RULES: dict[Any, Callable[..., Decided | None]] = {
     **dict.fromkeys(
         (
             aten.nonzero.default,
-            aten.bincount.default,
             aten._unique.default,
             aten._unique2.default,
             aten.unique_dim.default,
@@ -217,6 +235,7 @@ _RULES: dict[Any, Callable[..., Decided | None]] = {
         ),
         _by_all,
     ),
+    aten.bincount.default: _by_counts,
     aten.repeat_interleave.Tensor: _by_repeats,
     aten.index.Tensor: _by_masks,
     aten.masked_select.default: _by_mask,

@@ -31,6 +31,7 @@ from roam.capture.tracing.scalar_guards import (
     may_decide,
 )
 from roam.capture.tracing.source_location import is_run_by
+from roam.errors import CaptureError
 from roam.program.checks import check
 from roam.program.ir import (
     Call,
@@ -472,11 +473,35 @@ class Values(Slots):
         )
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
+        usual = None if answer is not None or self._answers is None else shape.usual
+        if usual is not None:
+            answer = self._usual(usual[0], usual[1], call)
         if answer is None:
-            self.refuse_shape(call.name, call.source)
+            try:
+                self.refuse_shape(call.name, call.source)
+            except CaptureError as refusal:
+                refusal.is_unusual = usual is not None
+                raise
         with disable_current_modes():
             value = None if shape.value is None else shape.value(answer)
         return shape.make(answer), value
+
+    def _usual(self, condition: Callable[..., Any], answer: Any, call: Call) -> Any:
+        """The answer where a condition holds that the step computes, as a branch whose outcome runs
+        check; None where the condition is known not to hold.
+        """
+        if not self._answers.answer(True):  # type: ignore[union-attr]
+            return None
+        phase, source = call.phase, call.source
+        flag = condition(lambda func, *args: self._call(func, args, {}, phase, source))  # type: ignore[attr-defined]
+        slot = self._slot_of_argument(flag, call.target, source)
+        self.program.calls.append(
+            Call(
+                check, (Ref(slot), True), {}, (None,), False, phase, source,
+                is_check=True, is_branch=True,
+            )
+        )  # fmt: skip
+        return answer
 
     def with_values(self, packed: PackedSequence) -> PackedSequence:
         """A packed sequence from before the step, with real batch sizes, for which the program then
