@@ -232,10 +232,13 @@ def trace(
                 )
         _check_tuples(fake_state, (args, kwargs, result))
         _check_renewed(renewed)
-        if not same(elsewhere, fake_state.state_elsewhere()):
+        now = fake_state.state_elsewhere()
+        if not same(elsewhere, now):
+            changed = next((entry for entry in now if not _is_in(elsewhere, entry)), None)
+            key = "" if changed is None else f" under {show(changed[0])}"
             raise CaptureError(
-                "the step keeps optimizer state that belongs to no parameter; keep one entry for "
-                "each parameter",
+                f"the step keeps optimizer state{key}, which belongs to no parameter; keep one entry "
+                "for each parameter",
                 code="optimizer_state",
             )
         recorder.finish()
@@ -305,6 +308,10 @@ def _not_tracing() -> Iterator[None]:
         yield
     finally:
         _state.is_tracing = before
+
+
+def _is_in(entries: tuple[Any, ...], wanted: Any) -> bool:
+    return any(same(entry, wanted) for entry in entries)
 
 
 def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
