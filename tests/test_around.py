@@ -786,7 +786,7 @@ def all_hidden(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("all_hidden")
 def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(monkeypatch: Any) -> None:
     def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-        return train(net, optimizer, globals()["_sca" + "led"](x))
+        return train(net, optimizer, globals()["_{}".format("scaled")](x))
 
     def change(my: Any) -> Any:
         value = iter([0.5, 0.5, 0.5, 0.25, 0.25, 0.5])

@@ -272,8 +272,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--streams", "2", "--memory", "80%"], "is for one stream"),
-        (["--streams", "2", "--memory-curve"], "is for one stream"),
+        (["--streams", "2", "--memory", "80%"], "for plans of one stream"),
+        (["--streams", "2", "--memory-curve"], "for plans of one stream"),
         (["--speed", "1.5"], "more than one stream"),
         (["--streams", "65"], "between 1 and 64"),
         (["--baseline", "lescea,tetris"], 'no layout "tetris"'),

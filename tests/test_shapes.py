@@ -416,7 +416,7 @@ def test_what_only_a_later_shape_shows_to_be_unsteady_is_refused(how: str) -> No
     net, optimizer = setting()
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        number = 1 if ids.shape[1] < 6 else globals()["_hid" + "den"].__next__()
+        number = 1 if ids.shape[1] < 6 else globals()["_{}".format("hidden")].__next__()
         out = net(ids)
         if how == "float":
             out = out * float(number)
@@ -518,7 +518,7 @@ def test_a_number_does_not_explain_itself_by_what_is_made_of_it() -> None:
     plain = make_step(net, optimizer)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        number = 2 if ids.shape[1] < 6 else globals()["_lat" + "er"].__next__()
+        number = 2 if ids.shape[1] < 6 else globals()["_{}".format("later")].__next__()
         return plain(ids) + torch.ones(number).sum()
 
     compiled = roam.compile(step)

@@ -441,7 +441,8 @@ def _captured(
         is_changed = True
     if is_changed:
         reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
-    known.caches.update((id(cache), cache) for _, cache in reach.caches)
+    if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
+        known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
     reliance, results = Reliance(), Results(reach.caches)
     try:
