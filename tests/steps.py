@@ -70,6 +70,19 @@ def step_of(model: torch.nn.Module) -> Callable[..., Any]:
     return step
 
 
+def squares_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """A step that trains a model to give zeros; called with inputs."""
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def refused(step: Callable[..., Any], *args: Any) -> roam.CaptureError:
     with pytest.raises(roam.CaptureError) as caught:
         roam.capture(step, *args)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import roam
-from steps import Block, images, recomputing_step, refused, same_by_plan, train
+from steps import Block, images, recomputing_step, refused, same_by_plan, squares_step, train
 
 functional = torch.nn.functional
 
@@ -91,14 +91,7 @@ class TestHooksOnGradients:
             mask = torch.rand_like(model.first.weight)
             model.first.weight.register_hook(library["masking"](mask))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            @wrap
-            def step(x):
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                return loss
+            step = wrap(squares_step(model, optimizer))
 
             x, y, z = images(3)
             returned = [step(x), step(y)]
@@ -113,14 +106,7 @@ class TestHooksOnGradients:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             scale = [2.0]
             handle = model.first.weight.register_hook(lambda gradient: gradient * scale[0])
-
-            @wrap
-            def step(x):
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                return loss
+            step = wrap(squares_step(model, optimizer))
 
             x, y, *rest = images(5)
             returned = [step(x), step(y)]

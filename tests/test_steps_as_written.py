@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import roam
-from steps import Block, Net, adamw, batches, both, images, same_by_plan
+from steps import Block, Net, adamw, batches, both, images, same_by_plan, squares_step
 from training import plain_step
 
 functional = torch.nn.functional
@@ -438,14 +438,7 @@ class TestStepsAsPeopleWriteThem:
         def script(wrap):
             model = torch.compile(Block(), backend="eager")
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            @wrap
-            def step(x):
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                return loss
+            step = wrap(squares_step(model, optimizer))
 
             return [[step(torch.randn(4, 6)) for _ in range(3)], model.state_dict()]
 
@@ -455,14 +448,7 @@ class TestStepsAsPeopleWriteThem:
         def script(wrap):
             model = Block()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-            @wrap
-            def step(x):
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                return loss
+            step = wrap(squares_step(model, optimizer))
 
             losses = []
             for index, x in enumerate(images(5)):

@@ -77,8 +77,8 @@ class CaptureError(RoamError):
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
         settles: whether the step can probably be captured after it has run once, like a step that
             sets something up at its first call.
-        is_unusual: whether other values, which are usual at this place, could be captured, so that
-            for these the user's own function may run.
+        is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
+            be captured. For such a call the user's own function may run.
     """
 
     path: str | None = None

@@ -44,7 +44,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.state.arguments import Taker, argument_path, live_floats
+from roam.state.arguments import Taker, live_floats
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -61,7 +61,6 @@ from roam.state.references import (
     number_references,
 )
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied
-from roam.state.value_stand_ins import VALUES
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -861,12 +860,12 @@ class _Tracer:
         all calls and that the step does not read.
         """
         taker = self.known.taker
-        taken = taker.take(self.args, self.kwargs)
-        paths = taken.paths(argument_path, self.args, self.kwargs)
         values = {
-            place: leaf
-            for place, (path, leaf) in enumerate(zip(paths, taken.leaves, strict=True))
-            if type(leaf) in VALUES and (path in taker.varied or self.known.is_captured_once)
+            place: value
+            for place, path, value in taker.take(self.args, self.kwargs).plain(
+                self.args, self.kwargs
+            )
+            if path in taker.varied or self.known.is_captured_once
         }
         if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
             return ()

@@ -13,7 +13,7 @@ import struct
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -227,6 +227,15 @@ class Taken:
             )
         return found
 
+    def plain(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[int, str, Any]]:
+        """The place, the path and the value of each leaf that a step may hand around unread."""
+        paths = self.paths(argument_path, args, kwargs)
+        for place, (path, leaf) in enumerate(zip(paths, self.leaves, strict=True)):
+            if type(leaf) in VALUES:
+                yield place, path, leaf
+
 
 Opened = frozenset[tuple[str, type]]
 """Paths of arguments, each with the class of the object there."""
@@ -281,14 +290,8 @@ class Taker:
         that are others than in that call.
         """
         taker = self if self.opens_no_more else self._opening_more(args, kwargs)
-        taken = taker.take(args, kwargs)
-        values = {
-            path: leaf
-            for path, leaf in zip(
-                taken.paths(argument_path, args, kwargs), taken.leaves, strict=True
-            )
-            if type(leaf) in VALUES
-        }
+        plain = taker.take(args, kwargs).plain(args, kwargs)
+        values = {path: value for _, path, value in plain}
         varied = {
             path
             for path, value in values.items()
@@ -344,7 +347,6 @@ def argument_path(path: tuple[Any, ...]) -> str:
 
 
 __all__ = [
-    "VALUES",
     "Opened",
     "Parts",
     "Taken",

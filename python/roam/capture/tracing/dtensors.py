@@ -56,13 +56,12 @@ def stand_ins(trace: TraceContext, layouts: dict[Any, Any]) -> Iterator[Replacem
                 return _ANY_NUMBER
 
             plain = with_numbers(schema, plain_number)
+            is_kept = not live
             try:
-                known = layouts.get(plain)
+                known = layouts.get(plain) if is_kept else None
             except TypeError:  # such as a size that is no number, which has no hash
                 known, is_kept = None, False
-            else:
-                is_kept = not live
-            if known is not None and is_kept:
+            if known is not None:
                 return known
             with disable_current_modes():  # the operators that it runs are none of the step's
                 sharding = rules(propagator, plain)

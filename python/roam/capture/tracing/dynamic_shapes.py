@@ -48,8 +48,9 @@ class Decided:
     value: Callable[[Answer], tuple[int, torch.Tensor]] | None = None
     """Place and value of a result that the answer holds whole, if there is one."""
     usual: tuple[Callable[[Callable[..., Any]], torch.Tensor], Answer] | None = None
-    """A condition that the step itself computes (it is given what calls kernels), and the answer
-    where the condition holds. With these the shapes need not be known before the step."""
+    """A function that computes a condition by the caller of kernels that it is given, and the
+    answer if the condition holds. Runs of the step check the condition, so the answer need not be
+    known before the step."""
 
 
 def shape_refusal(operator: str) -> str:

@@ -339,20 +339,19 @@ class Values(Slots):
         if is_branch:
             answer = self._answers.answer(None if seen is None else bool(seen))
         if answer is not None:
-            self.program.calls.append(
-                Call(
-                    check,
-                    (Ref(slot), answer),
-                    {},
-                    (None,),
-                    False,
-                    phase,
-                    source,
-                    is_check=True,
-                    is_branch=is_branch,
-                )
-            )
+            self._add_check(slot, answer, phase, source, is_branch=is_branch)
         return answer
+
+    def _add_check(
+        self, slot: int, answer: bool, phase: str, source: Source, *, is_branch: bool
+    ) -> None:
+        """Has runs check a value."""
+        self.program.calls.append(
+            Call(
+                check, (Ref(slot), answer), {}, (None,), False, phase, source,
+                is_check=True, is_branch=is_branch,
+            )
+        )  # fmt: skip
 
     def remedy(self, slot: int) -> str:
         """What to do about a value that Python must not see."""
@@ -495,12 +494,7 @@ class Values(Slots):
         phase, source = call.phase, call.source
         flag = condition(lambda func, *args: self._call(func, args, {}, phase, source))  # type: ignore[attr-defined]
         slot = self._slot_of_argument(flag, call.target, source)
-        self.program.calls.append(
-            Call(
-                check, (Ref(slot), True), {}, (None,), False, phase, source,
-                is_check=True, is_branch=True,
-            )
-        )  # fmt: skip
+        self._add_check(slot, True, phase, source, is_branch=True)
         return answer
 
     def with_values(self, packed: PackedSequence) -> PackedSequence:

@@ -47,9 +47,9 @@ class Ways(NamedTuple):
         code: the code.
         is_users: whether it is the user's, also what he gives to `exec` or to `python -c`.
         when_run: whether it may read some as soon as it runs.
-        identity_tests: by the place of each test with `is` that may be one of plain values, how its
-            right side is loaded: a name, None if it is no name, and the attributes that are taken
-            from it.
+        identity_tests: the tests with `is` whose right side may be a plain value, by their places
+            in the code. For each, how its right side is loaded: by a name (None for anything else),
+            and by attributes that are taken from what has this name.
     """
 
     code: CodeType
@@ -80,8 +80,8 @@ def ways_of(code: CodeType) -> Ways:
 
 
 def may_read_by_identity(frame: FrameType) -> bool:
-    """Whether the next instruction of a frame may compare a plain value by identity: neither is it
-    another one, nor is what stands on its right known to be no such value.
+    """Whether the next instruction of a frame is a test with `is` whose right side is a plain
+    value, or is not known.
     """
     load = ways_of(frame.f_code).identity_tests.get(frame.f_lasti)
     return load is not None and type(_loaded(frame, *load)) in _PLAIN
@@ -105,6 +105,7 @@ def _is_users(code: CodeType) -> bool:
 
 
 def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
+    """The tests with `is` in code; see `Ways.identity_tests`."""
     found: dict[int, tuple[str | None, tuple[str, ...]]] = {}
     instructions = [*dis.get_instructions(code)]
     for place, test in enumerate(instructions):
@@ -112,9 +113,8 @@ def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ..
             continue
         attributes: list[str] = []
         place -= 1
-        is_certain = (
-            not test.is_jump_target
-        )  # else other code may have loaded it, as in `a if b else c`
+        # Where code jumps to, other code may have loaded the value, as in `a if b else c`.
+        is_certain = not test.is_jump_target
         while (load := instructions[place]).opname == "LOAD_ATTR":
             attributes.insert(0, load.argval)
             is_certain = is_certain and not load.is_jump_target
