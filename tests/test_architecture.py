@@ -38,6 +38,8 @@ LAYERS = (
     ("roam.program",),
     ("roam.kernels",),
     ("roam.capture.cuda_estimate",),
+    ("roam.capture.fake_kernels",),
+    ("roam.capture.compiled", "roam.capture.distributed"),
     ("roam.capture.tracing",),
     ("roam.capture.step",),
     ("roam.capture.frontends",),

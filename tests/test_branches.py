@@ -14,7 +14,7 @@ import torch
 
 import roam
 from roam.capture.tracing import branch_answers
-from roam.capture.tracing.tracer import is_tracing
+from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.runtime.compile import Step
 from training import assert_same_bits, tensors_and_numbers
 

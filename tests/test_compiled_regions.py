@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import roam
 from marking import marking
-from roam.capture.tracing.repeated_blocks import repeated_blocks
+from roam.capture.compiled.repeated_blocks import repeated_blocks
 from roam.kernels import workspace
 from roam.program.ir import refs
 from roam.program.operators import is_region

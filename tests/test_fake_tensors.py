@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import roam
+from roam.capture.fake_kernels.tensors import Maker, marked_fakes
 from roam.capture.step import Known, capture_step
 from roam.capture.tracing.fake_mode import new_mode
-from roam.capture.tracing.fake_tensors import Maker, marked_fakes
 from roam.state.cached_results import all_caches
 
 

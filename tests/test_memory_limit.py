@@ -23,7 +23,7 @@ import hard_limit
 import roam
 from replays import all_again, at_random, planning
 from roam import _core
-from roam.capture.tracing.tracer import is_tracing
+from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.memory_limit import MemoryLimit
 from roam.program.lower import Lowering
 from roam.runtime import available, strategy, timings

@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from operators import op_db
-from roam.capture.tracing import meta_kernels as module
-from roam.capture.tracing import shape_rules
-from roam.capture.tracing.fake_cache import _remembered, tensors_in
+from roam.capture.fake_kernels import meta_kernels as module
+from roam.capture.fake_kernels import shape_rules
+from roam.capture.fake_kernels.cache import _remembered, tensors_in
+from roam.capture.fake_kernels.meta_kernels import SHOWN, on_meta
+from roam.capture.fake_kernels.shape_rules import by_rule
 from roam.capture.tracing.fake_mode import new_mode
-from roam.capture.tracing.meta_kernels import SHOWN, on_meta
-from roam.capture.tracing.shape_rules import by_rule
 from test_real_layouts import EVERY, LAYOUTS, _backward
 
 aten = torch.ops.aten

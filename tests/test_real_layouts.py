@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import roam
 from operators import op_db
-from roam.capture.tracing import fake_cache
-from roam.capture.tracing.fake_cache import FakeKernels, tensors_in
+from roam.capture.fake_kernels import cache as fake_cache
+from roam.capture.fake_kernels.cache import FakeKernels, tensors_in
+from roam.capture.fake_kernels.meta_corrections import bytes_at_least, without_masked
 from roam.capture.tracing.fake_mode import new_mode
-from roam.capture.tracing.meta_corrections import bytes_at_least, without_masked
 from roam.program.ir import Call, Ref, Source, TensorMeta
 from training import assert_same_bits, tensors_and_numbers
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import roam
-from roam.capture.tracing.tracer import is_tracing
+from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.torch_compat import patches, private
 from roam.torch_compat.patches import PATCHES, Patch, Unlisted, replaced, resolved
 

@@ -15,20 +15,21 @@ from weakref import WeakSet
 import torch
 
 from roam._core import Graph
+from roam.capture.compiled.code import UsedCode
+from roam.capture.compiled.regions import CompileRegions, Regions
+from roam.capture.compiled.repeated_blocks import compile_blocks
 from roam.capture.cuda_estimate.absent import estimate_of
+from roam.capture.distributed.fully_shard import set_up
+from roam.capture.fake_kernels.cache import Remembered
+from roam.capture.fake_kernels.tensors import marked_fakes
 from roam.capture.tracing.branch_answers import Answers
-from roam.capture.tracing.compiled_code import UsedCode
-from roam.capture.tracing.compiled_regions import CompileRegions, Regions
-from roam.capture.tracing.fake_cache import Remembered
+from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
-from roam.capture.tracing.fake_tensors import marked_fakes
-from roam.capture.tracing.fully_shard import set_up
 from roam.capture.tracing.grad_scaler import check_scaler
 from roam.capture.tracing.imports import clear_fakes
-from roam.capture.tracing.repeated_blocks import compile_blocks
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
-from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no_leaf, trace
+from roam.capture.tracing.tracer import trace
 from roam.capture.tracing.unread_values import StandIns, unread
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from roam._core import Plan
 from roam.capture.step import CapturedStep, Known, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
-from roam.capture.tracing.tracer import is_tracing
+from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.distributed.agreement import announce
 from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait

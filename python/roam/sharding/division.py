@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.repeated_blocks import repeated_blocks
+from roam.capture.compiled.repeated_blocks import repeated_blocks
 from roam.sharding.costs import Collective, Costs, Kind, Link
 from roam.sharding.trace import Value
 from roam.torch_compat.private import pytree, replicate

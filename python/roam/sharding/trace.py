@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from roam.capture.tracing.fake_cache import tensors_in
+from roam.capture.fake_kernels.cache import tensors_in
 from roam.capture.tracing.kernel_facts import written_by
 from roam.errors import CaptureError
 from roam.sharding.twin import Twin

@@ -133,7 +133,7 @@ def spread(
     if "fsdp" in sharding.way:
         from torch.distributed.fsdp import fully_shard
 
-        from roam.capture.tracing.repeated_blocks import repeated_blocks
+        from roam.capture.compiled.repeated_blocks import repeated_blocks
         from roam.torch_compat.patches import replaced
         from roam.torch_compat.private import shard_parts
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from roam.capture.tracing.fake_cache import FakeKernels
+from roam.capture.compiled.region_operators import Region
+from roam.capture.fake_kernels.cache import FakeKernels
 from roam.capture.tracing.recorder import Recorder
-from roam.capture.tracing.region_operators import Region
 from roam.capture.tracing.source_location import shown_path
 from roam.errors import CaptureError
 from roam.program.ir import Program, Ref, Source, refs

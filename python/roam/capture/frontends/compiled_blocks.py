@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
+from roam.capture.compiled.region_operators import Region, Unknown, region_of
 from roam.capture.frontends.aot import filled
 from roam.capture.tracing.fake_mode import StandIns, new_mode
-from roam.capture.tracing.region_operators import Region, Unknown, region_of
 from roam.errors import CaptureError
 from roam.kernels.workspace import settings
 from roam.torch_compat.private import OpOverload, compiled_graph, disable_current_modes, schema_of

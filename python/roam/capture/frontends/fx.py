@@ -17,8 +17,8 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from roam._core import Graph, GraphBuilder, Plan, verify
+from roam.capture.fake_kernels.cache import FakeKernels
 from roam.capture.frontends.aot import GraphInput, NodePlaces, entering, replay
-from roam.capture.tracing.fake_cache import FakeKernels
 from roam.capture.tracing.fake_mode import StandIns, new_mode
 from roam.capture.tracing.recorder import Recorder
 from roam.distributed.collectives import is_launch, wait

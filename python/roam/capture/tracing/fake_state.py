@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from roam.capture.compiled.regions import Regions
 from roam.capture.cuda_estimate.absent import is_absent, prepare
+from roam.capture.distributed.fully_shard import check_sharded
+from roam.capture.fake_kernels.cache import FakeKernels, Remembered
+from roam.capture.fake_kernels.tensors import Maker
 from roam.capture.tracing.branch_answers import Answers
-from roam.capture.tracing.compiled_regions import Regions
-from roam.capture.tracing.fake_cache import FakeKernels, Remembered
 from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
-from roam.capture.tracing.fake_tensors import Maker
-from roam.capture.tracing.fully_shard import check_sharded
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.unread_values import StandIns
@@ -116,7 +116,7 @@ class FakeState:
             regions: what is known of the compiled functions that the step calls.
             stand_ins: what the step gets in place of plain arguments.
             layouts: how results of operators on distributed tensors are placed; see
-                `roam.capture.tracing.dtensors.stand_ins`.
+                `roam.capture.distributed.dtensors.stand_ins`.
         """
         self.reach = reach
         self._stand_ins = StandIns({}) if stand_ins is None else stand_ins

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from roam.capture.tracing.fake_cache import PLAIN, FakeKernels
+from roam.capture.fake_kernels.cache import PLAIN, FakeKernels
 from roam.capture.tracing.fake_identity import own_attributes
 from roam.capture.tracing.gradient_history import nodes_behind
 from roam.capture.tracing.rng import Watch

@@ -15,10 +15,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate import absent
+from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
 from roam.capture.tracing.dynamic_shapes import Decided, contents_of, shape_refusal
-from roam.capture.tracing.fake_cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.tracing.recorded_slots import UNKNOWN, Places, Slots
 from roam.capture.tracing.rng import Watch
 from roam.capture.tracing.scalar_guards import (

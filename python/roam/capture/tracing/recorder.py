@@ -11,16 +11,17 @@ from typing import Any, NoReturn
 import torch
 
 from roam.capture.cuda_estimate import absent
-from roam.capture.tracing import (
-    collectives,
-    custom_ops,
-    dtensors,
-    fully_shard,
-    multi_tensor,
+from roam.capture.distributed import collectives, dtensors, fully_shard
+from roam.capture.fake_kernels.cache import PLAIN, FakeKernels, tensors_in
+from roam.capture.fake_kernels.meta_corrections import (
+    bytes_at_least,
+    is_spread,
+    looks_for_zeros,
+    without_masked,
 )
+from roam.capture.tracing import custom_ops, multi_tensor
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.dynamic_shapes import decided
-from roam.capture.tracing.fake_cache import PLAIN, FakeKernels, tensors_in
 from roam.capture.tracing.kernel_facts import (
     ANSWERS,
     HIDDEN_ALIAS,
@@ -29,12 +30,6 @@ from roam.capture.tracing.kernel_facts import (
     facts_of,
     resizes_to_same,
     written_by,
-)
-from roam.capture.tracing.meta_corrections import (
-    bytes_at_least,
-    is_spread,
-    looks_for_zeros,
-    without_masked,
 )
 from roam.capture.tracing.recorded_slots import Places
 from roam.capture.tracing.recorded_values import Values

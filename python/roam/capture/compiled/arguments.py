@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from roam.capture.tracing.compiled_frames import contents_of
+from roam.capture.compiled.frames import contents_of
 from roam.state.equality import is_plain
 from roam.state.library_code import is_library
 from roam.state.live_scalars import is_live

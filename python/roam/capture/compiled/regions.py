@@ -30,25 +30,25 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from roam.capture.tracing.compilation import Compiler, Wanted, refused_call
-from roam.capture.tracing.compiled_arguments import Arguments, Reals
-from roam.capture.tracing.compiled_code import (
+from roam.capture.compiled.arguments import Arguments, Reals
+from roam.capture.compiled.code import (
     Code,
     CompiledCall,
     Settings,
     UsedCode,
     cell_in,
 )
-from roam.capture.tracing.compiled_frames import (
+from roam.capture.compiled.compilation import Compiler, Wanted, refused_call
+from roam.capture.compiled.frames import (
     STAND_IN,
     Frame,
     function_of,
     spread,
     stand_in_for,
 )
-from roam.capture.tracing.compiled_state import changes_of, state_of
-from roam.capture.tracing.guarded_values import Guarded, changes_since
-from roam.capture.tracing.region_operators import Unknown, region_of
+from roam.capture.compiled.guarded_values import Guarded, changes_since
+from roam.capture.compiled.region_operators import Unknown, region_of
+from roam.capture.compiled.state import changes_of, state_of
 from roam.errors import CaptureError
 from roam.garbage import referrers
 from roam.own_code import is_own_file

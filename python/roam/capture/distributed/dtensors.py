@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.fake_cache import tensors_in
+from roam.capture.fake_kernels.cache import tensors_in
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.patches import Replacement, replaced
 from roam.torch_compat.private import (

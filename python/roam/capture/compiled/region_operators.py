@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.real_layouts import on_zeros
+from roam.capture.fake_kernels.real_layouts import on_zeros
 from roam.kernels.workspace import is_state
 from roam.program.bits import with_bits
 from roam.program.operators import REGION, OnList, add_region

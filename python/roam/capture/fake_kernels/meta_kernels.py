@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.shape_rules import by_rule
+from roam.capture.fake_kernels.shape_rules import by_rule
 from roam.torch_compat.private import OpOverload, base_name, in_kernel_invocation_manager
 
 _VIEWS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from roam.capture.tracing.compiled_code import (
+from roam.capture.compiled.code import (
     Code,
     CompiledCall,
     Found,
@@ -17,8 +17,8 @@ from roam.capture.tracing.compiled_code import (
     first_code,
     newest_first,
 )
-from roam.capture.tracing.compiled_state import State, changes_of
-from roam.capture.tracing.guarded_values import Guarded, guarded_by
+from roam.capture.compiled.guarded_values import Guarded, guarded_by
+from roam.capture.compiled.state import State, changes_of
 from roam.errors import UNKNOWN_LINE, CaptureError
 from roam.program.ir import Source
 from roam.torch_compat.private import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.real_layouts import generator_kept
+from roam.capture.fake_kernels.real_layouts import generator_kept
 from roam.kernels.recurrent import ASKED, asked
 from roam.program.ir import Call
 from roam.program.operators import ATTENTION

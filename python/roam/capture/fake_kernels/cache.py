@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from roam.capture.tracing.fake_tensors import Maker
-from roam.capture.tracing.meta_corrections import as_real
-from roam.capture.tracing.meta_kernels import on_meta
-from roam.capture.tracing.real_layouts import is_sure, may_be_asked, on_zeros
+from roam.capture.fake_kernels.meta_corrections import as_real
+from roam.capture.fake_kernels.meta_kernels import on_meta
+from roam.capture.fake_kernels.real_layouts import is_sure, may_be_asked, on_zeros
+from roam.capture.fake_kernels.tensors import Maker
 from roam.kernels.recurrent import ASKED
 from roam.kernels.workspace import settings
 from roam.program.ir import Ref, TensorMeta
@@ -142,7 +142,7 @@ class FakeKernels:
 
         Args:
             asks: whether real kernels may be run, on zeros, for what fake ones need not know; see
-                `roam.capture.tracing.real_layouts`.
+                `roam.capture.fake_kernels.real_layouts`.
             remembered: results of earlier captures, to which those of this one are added. They are
                 used only if real kernels are asked, since what is guessed is noted anew for each
                 program.

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from roam.capture.tracing.compiled_arguments import Arguments
-from roam.capture.tracing.compiled_frames import Frame, cell_of, function_of, spread
+from roam.capture.compiled.arguments import Arguments
+from roam.capture.compiled.frames import Frame, cell_of, function_of, spread
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     FROM_STANCE,

@@ -1,0 +1,3 @@
+"""Steps of several processes in a trace: collectives, `DistributedDataParallel`, `DTensor` and
+`fully_shard`.
+"""
