@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import importlib
 import logging
 import mmap
 import multiprocessing
@@ -197,6 +198,20 @@ def test_cycles_and_deep_nesting_end() -> None:
     guards = guards_of(lambda: (ring, deep, node))
     ring[0]["new"] = 1
     assert_failure(guards, "closure ring[0]['new']", "from nothing to 1")
+
+
+@pytest.mark.parametrize("name", ["filelock", "fsspec", "jinja2", "networkx", "sympy"])
+def test_code_that_pytorch_requires_is_not_entered(name: str) -> None:
+    """`sympy` alone has 10,000 functions, and lies behind what many libraries import."""
+    library = importlib.import_module(name)
+    functions = [value for value in vars(library).values() if callable(value)]
+
+    def step() -> None:
+        for function in functions:
+            function()
+
+    assert functions
+    assert [names["__name__"] for names in reach_of(step).code.values()] == [__name__]
 
 
 def test_libraries_are_not_entered() -> None:

@@ -33,6 +33,8 @@ _LIBRARIES: Final = (
         "pandas",
         "sklearn",
     ),
+    # What PyTorch requires, and what that requires.
+    *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"),
     *(
         "transformers",
         "tokenizers",
@@ -234,6 +236,20 @@ _MODULES_BY_NAME: Final = frozenset({"__import__", "import_module", "modules"})
 """How code calls what it takes modules from by their names: `sys.modules`, for example."""
 
 
+def _numbers(*names: str) -> frozenset[int]:
+    """The numbers of those of these instructions that this Python has."""
+    return frozenset(dis.opmap[name] for name in names if name in dis.opmap)
+
+
+def _has(code: types.CodeType, instructions: frozenset[int]) -> bool:
+    """Whether code has one of these instructions. It may say so if it has none."""
+    return not instructions.isdisjoint(code.co_code[::2])
+
+
+_IMPORTS: Final = _numbers("IMPORT_NAME")
+_TESTING: Final = _numbers("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR")
+
+
 @functools.cache
 def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, frozenset[str]], ...]:
     """The modules that code and the functions inside it import, in order, each with the names that
@@ -246,7 +262,7 @@ def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, fr
     if not _MODULES_BY_NAME.isdisjoint(code.co_names):
         found.update((text, frozenset()) for text in code.co_consts if type(text) is str)
     constants: list[object] = []
-    for instruction in dis.get_instructions(code):
+    for instruction in dis.get_instructions(code) if _has(code, _IMPORTS) else ():
         if instruction.opname == "IMPORT_NAME":
             level, parts = constants[-2:]
             name = "." * level + instruction.argval  # type: ignore[operator]
@@ -298,8 +314,20 @@ def tested_names(code: types.CodeType) -> frozenset[str]:
     """The names that code and the functions inside it only give to `isinstance`, `issubclass`, or
     `super`, or name in an `except`: they make no objects of these classes.
     """
+    if not _may_test(code):
+        return frozenset()
     tested, others = _uses(code)
     return tested - others
+
+
+@functools.cache
+def _may_test(code: types.CodeType) -> bool:
+    """Whether code, or a function inside it, may test anything, told without reading all of it."""
+    return (
+        not _TESTS.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars))
+        or _has(code, _TESTING)
+        or any(_may_test(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    )
 
 
 @functools.cache
