@@ -36,6 +36,18 @@ class Frozen:
     y: Any
 
 
+class Pair:
+    """A node of PyTorch's trees; the registration does not name its parts."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+torch.utils._pytree.register_pytree_node(
+    Pair, lambda pair: ([pair.x, pair.y], None), lambda parts, _: Pair(*parts)
+)
+
+
 class Store:
     """Keeps what it is given in a dictionary of an inner object, and hands it out as attributes."""
 
@@ -240,3 +252,30 @@ def test_a_batch_that_the_state_holds_is_told_from_others(kind: str) -> None:
     found, train = script(roam.compile)
     assert found == seen
     assert len(train.plans) <= 3
+
+
+def test_a_node_whose_parts_have_no_names() -> None:
+    def script(wrap: Callable[[Any], Any]) -> list[Any]:
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @wrap
+        def step(batch: dict[str, list[Pair]]) -> Pair:
+            (pair,) = batch["pairs"]
+            optimizer.zero_grad()
+            loss = (model(pair.x) - pair.y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return Pair(loss, pair.y + 1)
+
+        returned = [step({"pairs": [Pair(x, x[:, :2])]}) for x in torch.randn(4, 3, 4)]
+        return [[(pair.x, pair.y) for pair in returned], model.state_dict()]
+
+    both(script)
+
+
+def test_a_node_whose_parts_have_no_names_is_compared() -> None:
+    def step(batch: dict[str, list[Pair]]) -> Pair:
+        return Pair(batch["pairs"][0].x * 2, batch["pairs"][0].y)
+
+    assert roam.compare(step, {"pairs": [Pair(torch.randn(3), torch.ones(3))]}).equal

@@ -21,6 +21,7 @@ from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
 from roam.runtime.compile import Step
 from roam.runtime.divergence import DifferentOperator, digest, eager_values, first_different
+from roam.state.arguments import flatten_with_paths
 from roam.state.containers import MappingSpace
 from roam.state.discovery import reach_of
 from roam.state.equality import is_numpy_array, is_plain, same, show
@@ -321,7 +322,7 @@ class _Trial:
 
     def _after(self, result: Any) -> _Values:
         """Everything that a step leaves, by path; what it returned comes first."""
-        leaves, _ = pytree.tree_flatten_with_path(result)
+        leaves, _ = flatten_with_paths(result)
         values = {"result" + pytree.keystr(keys): _value("results", leaf) for keys, leaf in leaves}
         reach = self._reach()
         optimized = {id(item) for _, optimizer in reach.optimizers for group in optimizer.param_groups for item in group["params"]}  # fmt: skip

@@ -220,7 +220,7 @@ class Taken:
     ) -> list[str]:
         """How a reader would write each leaf; `shown` writes a path of `torch.utils._pytree`."""
         found: list[str] = []
-        for index, (keys, _) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
+        for index, (keys, _) in enumerate(flatten_with_paths((args, kwargs))[0]):
             parts = self.objects.get(index)
             found += (
                 [shown(keys)] if parts is None else [shown(keys) + path for path in parts.paths()]
@@ -264,7 +264,7 @@ class Taker:
         if not self.opened:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             return Taken(leaves, spec, spec, {})
-        leaves_and_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+        leaves_and_paths, spec = flatten_with_paths((args, kwargs))
         found: list[Any] = []
         objects: dict[int, Parts] = {}
         shapes: list[Any] = []
@@ -300,7 +300,7 @@ class Taker:
         return replace(taker, varied=self.varied | varied, _last_values=values)
 
     def _opening_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
-        leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
+        leaves, _ = flatten_with_paths((args, kwargs))
         objects = {
             pytree.keystr(keys): leaf
             for keys, leaf in leaves
@@ -319,6 +319,34 @@ class Taker:
 def is_opened(opened: Opened, keys: Any, value: Any) -> bool:
     """Whether an argument at a path of `torch.utils._pytree` is taken apart."""
     return bool(opened) and (pytree.keystr(keys), type(value)) in opened
+
+
+def flatten_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """As `pytree.tree_flatten_with_path`, and also for nodes of a class that was registered without
+    a function that names its parts: their parts are numbered.
+    """
+    try:
+        return pytree.tree_flatten_with_path(tree, is_leaf)  # type: ignore[return-value]
+    except ValueError:
+        spec = pytree.tree_structure(tree, is_leaf)
+        return list(_leaves_and_paths((), tree, is_leaf)), spec
+
+
+def _leaves_and_paths(
+    path: tuple[Any, ...], node: Any, is_leaf: Callable[[Any], bool] | None
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if pytree.tree_is_leaf(node, is_leaf):
+        yield path, node
+        return
+    try:
+        parts, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)
+    except ValueError:
+        leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)
+        parts = [((pytree.SequenceKey(index),), leaf) for index, leaf in enumerate(leaves)]
+    for keys, part in parts:
+        yield from _leaves_and_paths((*path, *keys), part, is_leaf)
 
 
 def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
@@ -352,6 +380,7 @@ __all__ = [
     "Taken",
     "Taker",
     "argument_path",
+    "flatten_with_paths",
     "live_floats",
     "parts_of",
 ]

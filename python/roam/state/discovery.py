@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roam.errors import CaptureError
 from roam.own_code import is_compiled_step
-from roam.state.arguments import parts_of
+from roam.state.arguments import flatten_with_paths, parts_of
 from roam.state.attribute_reads import CONSTRUCTORS, Edge, Reads
 from roam.state.cached_results import ResultsSpace, results_of
 from roam.state.containers import (
@@ -279,7 +279,7 @@ class _Walk:
             self._class_of(node)
             return False
 
-        leaves, _ = pytree.tree_flatten_with_path(argument, is_leaf=restore_later)
+        leaves, _ = flatten_with_paths(argument, is_leaf=restore_later)
         self.edge = None
         for keys, leaf in leaves:
             path = name + pytree.keystr(keys)
