@@ -279,3 +279,35 @@ def test_a_node_whose_parts_have_no_names_is_compared() -> None:
         return Pair(batch["pairs"][0].x * 2, batch["pairs"][0].y)
 
     assert roam.compare(step, {"pairs": [Pair(torch.randn(3), torch.ones(3))]}).equal
+
+
+def test_a_node_that_notes_the_classes_of_its_parts() -> None:
+    """The classes are those of the tensors for which fakes stand. A note of another class would be
+    a change that the step makes at every call, and no plan would be made.
+    """
+    noted: dict[type, bool] = {}
+
+    class Noting(Pair):
+        def parts(self) -> tuple[list[torch.Tensor], None]:
+            for part in (self.x, self.y):
+                kind = type(part)
+                if kind not in noted:
+                    noted[kind] = kind is torch.Tensor
+            return [self.x, self.y], None
+
+    torch.utils._pytree.register_pytree_node(Noting, Noting.parts, lambda parts, _: Noting(*parts))
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @roam.compile
+    def step(pair: Noting) -> Noting:
+        optimizer.zero_grad()
+        loss = (model(pair.x) - pair.y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return Noting(loss, pair.parts()[0][1] + 1)
+
+    for x in torch.randn(3, 3, 4):
+        step(Noting(x, x[:, :2]))
+    assert step.plans
+    assert noted == {torch.Tensor: True}

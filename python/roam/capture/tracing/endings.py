@@ -189,7 +189,8 @@ def record_endings(
     recorder.finish()
     fake_state.regions.check()
     check_updated(fake_state)
-    _results(fake_state, recorder, result)
+    with fake_state.classes_told():
+        _results(fake_state, recorder, result)
     _check_literals(fake_state, recorder)
     _keep_lists(before.plain)
     _endings(fake_state, recorder, before.tensors, before.renewed)

@@ -183,11 +183,18 @@ class Identities:
         replacements += [
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY
         ]
-        replacements.append((FakeTensor, "__class__", property(self.class_of)))
         replacements.append((FakeTensor, "__dict__", property(attributes)))
+        with self.classes_told(globals_of_users), replaced(replacements):
+            yield
+
+    @contextmanager
+    def classes_told(self, globals_of_users: Iterable[dict[str, Any]]) -> Iterator[None]:
+        """A block in which the user's code sees the classes of the tensors that fakes stand for, as
+        when his own nodes of PyTorch's trees are taken apart.
+        """
         with (
             globals_added(globals_of_users, "type", _type_stand_in(self.class_of)),
-            replaced(replacements),
+            replaced([(FakeTensor, "__class__", property(self.class_of))]),
         ):
             yield
 

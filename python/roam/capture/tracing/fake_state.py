@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -272,6 +273,10 @@ class FakeState:
         }
         self.forget_values()
         return self.taken.put(leaves)
+
+    def classes_told(self) -> AbstractContextManager[None]:
+        """A block in which the user's code sees the classes of the tensors that fakes stand for."""
+        return self.identities.classes_told(self.globals_of_users())
 
     def globals_of_users(self) -> list[dict[str, Any]]:
         """The globals of the user's functions, and of the modules in which the classes of the

@@ -112,9 +112,10 @@ def trace(
     try:
         for reference, tensor in before.tensors:
             recorder.add_referenced(reference, tensor, reference.path)
-        args, kwargs, before.received = _own_arguments(
-            fake_state, recorder, args, kwargs, live_arguments
-        )
+        with fake_state.classes_told():
+            args, kwargs, before.received = _own_arguments(
+                fake_state, recorder, args, kwargs, live_arguments
+            )
         before.originals = [Original(tensor, slot) for tensor, slot in recorder.given()]
         for rate_reference in fake_state.rates:
             rate_reference.set(
@@ -159,7 +160,8 @@ def trace(
             reductions.check()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
-        taken = fake_state.taker.take(args, kwargs)
+        with fake_state.classes_told():
+            taken = fake_state.taker.take(args, kwargs)
         if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
             raise ArgumentsChange
         record_endings(fake_state, recorder, before, (args, kwargs), result)
