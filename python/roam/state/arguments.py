@@ -328,7 +328,7 @@ def flatten_with_paths(
     a function that names its parts: their parts are numbered.
     """
     try:
-        return pytree.tree_flatten_with_path(tree, is_leaf)  # type: ignore[return-value]
+        return pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:
         spec = pytree.tree_structure(tree, is_leaf)
         return list(_leaves_and_paths((), tree, is_leaf)), spec
