@@ -379,3 +379,40 @@ def test_updates_that_are_left_out_where_numbers_are_not_finite(
         )
 
     assert_same_bits(train(lambda step: step), train(roam.compile))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_that_are_set_to_zero_first_need_no_copies(reads: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(5, 4)).sum().backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+
+    @roam.compile
+    def step(x):
+        before = gradients[0].sum() if reads else 0.0
+        optimizer.zero_grad(set_to_none=False)
+        loss = net(x).square().mean()
+        if not torch.isfinite(loss):
+            raise ValueError("the loss is not finite")
+        loss.backward()
+        if gradients[0].abs().max() > 1e30:
+            raise ValueError("the gradient is too large")
+        optimizer.step()
+        return loss.detach(), before
+
+    step(torch.ones(5, 4))
+    (captured,) = step._captures
+    (runner,) = captured.runners
+    names = [storage.name for storage in runner._program.storages]
+    copied = [name for name in names if name.startswith("copy of ")]
+    assert len(copied) == reads, copied
+    kept = [gradient.clone() for gradient in gradients]
+    with pytest.raises(ValueError, match="is not finite"):
+        step(torch.full((5, 4), math.inf))
+    # As eager PyTorch leaves them: set to zero, when the loss is looked at.
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+    assert all(
+        one is parameter.grad for one, parameter in zip(gradients, net.parameters(), strict=True)
+    )
+    assert any(gradient.any() for gradient in kept)

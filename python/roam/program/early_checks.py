@@ -5,18 +5,29 @@ The answer does not depend on these updates, so it may be computed earlier: the 
 branch needs are moved before all changes, of state from before the step, that they do not depend
 on. Changes that they do depend on (running statistics in the forward pass, an average from which
 the answer is computed) stay before them, and a copy of the old values is kept until the last check.
+
+No copies are kept of what the step begins anew, such as gradients that `zero_grad` sets to zero. If
+a check fails, the step runs from its beginning in another way, and overwrites these values again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 
 from roam.program.checks import check
 from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, is_dense
 from roam.program.passes import reordered
+
+aten = torch.ops.aten
+
+_OVERWRITES: Final = frozenset((
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default,
+))  # fmt: skip
+"""Operators that replace all elements of their first argument."""
 
 
 def checks_first(program: Program) -> Program:
@@ -103,6 +114,7 @@ def _with_copies(program: Program, order: list[int]) -> Program:
         (place for place, index in enumerate(order) if program.calls[index].is_branch), default=-1
     )
     last_check = max(place for place, index in enumerate(order) if program.calls[index].is_check)
+    anew = _begun_anew(program)
     referenced: dict[int, list[int]] = {}
     trained = set()
     for reference, slot in program.referenced:
@@ -113,11 +125,16 @@ def _with_copies(program: Program, order: list[int]) -> Program:
         program,
         calls=list(program.calls),
         slots=list(program.slots),
-        storages=list(program.storages),
+        storages=[
+            replace(storage, is_begun_anew=number in anew)
+            for number, storage in enumerate(program.storages)
+        ],
     )
     copies: dict[int, list[tuple[Ref, Ref]]] = {}  # per place of the first write
     inserted: dict[int, list[int]] = {}
     for storage, place in written.items():
+        if storage in anew:
+            continue
         # For an error after all updates no copies of trained state are kept: the error says that
         # the state has been updated.
         if place < (last_branch if storage in trained else last_check):
@@ -127,7 +144,7 @@ def _with_copies(program: Program, order: list[int]) -> Program:
             ]
             copies.setdefault(place, []).extend((Ref(slot), Ref(copy)) for slot, copy, _ in pairs)
             inserted.setdefault(place, []).extend(index for _, _, index in pairs)
-    if not copies and order == list(range(len(program.calls))):
+    if not copies and not anew and order == list(range(len(program.calls))):
         return program
     full: list[int] = []
     held: list[tuple[Ref, Ref]] = []
@@ -139,6 +156,30 @@ def _with_copies(program: Program, order: list[int]) -> Program:
             result.calls[index] = _holding(result, call, list(held))
         full.append(index)
     return reordered(result, full)
+
+
+def _begun_anew(program: Program) -> set[int]:
+    """Storages from before the step that its code overwrites as a whole, before it reads them and
+    before its first check.
+    """
+    touched: set[int] = set()
+    found: set[int] = set()
+    for call in program.calls:
+        if call.is_check:
+            break
+        slots = call.refs()
+        if call.target in _OVERWRITES and call.skip_if is None and isinstance(call.args[0], Ref):
+            storage = program.storage_of(call.args[0].slot)
+            is_read = storage in map(program.storage_of, slots[1:])
+            if (
+                storage not in touched
+                and not is_read
+                and program.storages[storage].creator < 0
+                and program.covers(call.args[0].slot)
+            ):
+                found.add(storage)
+        touched.update(map(program.storage_of, slots))
+    return found
 
 
 def _holding(program: Program, call: Call, copies: list[tuple[Ref, Ref]]) -> Call:

@@ -79,6 +79,9 @@ class Storage:
     creator: int
     """The call that makes it, or -1 if it exists before the step."""
     name: str
+    is_begun_anew: bool = False
+    """Whether it exists before the step, and the step's code overwrites all of it before it reads
+    it and before its first check."""
 
 
 @dataclass(slots=True)

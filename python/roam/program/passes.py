@@ -287,7 +287,9 @@ def _renumber(
             storages[meta.storage] = len(result.storages)
             storage = program.storages[meta.storage]
             creator = moved[storage.creator] if storage.creator >= 0 else -1
-            result.storages.append(Storage(storage.size_bytes, creator, storage.name))
+            result.storages.append(
+                Storage(storage.size_bytes, creator, storage.name, storage.is_begun_anew)
+            )
         if storages[meta.storage] == meta.storage:
             return meta
         # `replace` takes several times as long.

@@ -582,7 +582,7 @@ class Runner:
             return error
         changed = self._executor.changed_before(failure)
         if isinstance(error, CheckFailed):
-            restored = self._restored_by(failure.call)
+            restored = self._restored_by(failure.call) | self._begun_anew()
             changed = [path for path in changed if path not in restored]
         where, cause = f"{failure.call.name} at {failure.call.source}", str(error).removesuffix(".")
         if not changed:
@@ -694,6 +694,15 @@ class Runner:
             reference.path
             for reference, slot in program.referenced
             if program.storage_of(slot) in storages
+        }
+
+    def _begun_anew(self) -> set[str]:
+        """Paths of what the step overwrites before it reads it, however it goes on afterwards."""
+        storages = self._program.storages
+        return {
+            reference.path
+            for reference, slot in self._program.referenced
+            if storages[self._program.storage_of(slot)].is_begun_anew
         }
 
 
