@@ -86,26 +86,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
+_FILES_BETWEEN_COLLECTIONS = 10
+"""A collection of all objects takes a second, and nine files of tests leave little garbage."""
+
+
 class _Older:
     """Hides all objects that are older than a test from Python's garbage collector while the test
     runs. There are about a million, and each measurement of memory begins with a collection.
 
-    The first test of a file hides no garbage. Others may hide garbage of earlier tests of the file,
-    if one of those has unfrozen all objects, as roam does to search them.
+    The first test of a file hides no garbage that the file before it has made. Others may hide
+    garbage of earlier tests of the file, if one of those has unfrozen all objects, as roam does to
+    search them. Some of the files begin with a collection of all that is hidden.
     """
 
     def __init__(self) -> None:
         self._unfreeze, gc.unfreeze = gc.unfreeze, self.unfreeze
         self._frozen_for: Path | None = None
         self._is_frozen = False
+        self._files = 0
 
     def freeze(self, test_file: Path) -> None:
         if test_file != self._frozen_for:
-            self.unfreeze()
+            if self._files % _FILES_BETWEEN_COLLECTIONS == 0:
+                self.unfreeze()
+            self._files += 1
             gc.collect()
+            gc.freeze()
         elif not self._is_frozen:
             gc.collect(1)  # what earlier tests of the file left in the oldest generation stays
-        if not self._is_frozen:
             gc.freeze()
         self._frozen_for, self._is_frozen = test_file, True
         if profiler := sys.modules.get("roam.runtime.memory_profiler"):

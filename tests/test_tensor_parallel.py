@@ -494,4 +494,4 @@ def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, one: Ranks) -> No
 def test_sums_of_four_ranks_whose_order_shows(
     ranks: Ranks, make: Callable[..., Any], step: Callable[..., Any]
 ) -> None:
-    assert ranks.run(trained, make, adamw, step, None, None, 6) == [""] * ranks.world
+    assert ranks.run(trained, make, adamw, step, None, ONE, 6) == [""] * ranks.world

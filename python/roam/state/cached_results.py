@@ -61,18 +61,27 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
     seen = {id(cache.__dict__)}
     waiting = [cache]
     while waiting:
-        for value in gc.get_referents(waiting.pop()):
-            kind = type(value)
-            if kind in _PLAIN:
+        held = gc.get_referents(waiting.pop())
+        # Most of thousands of parts are of the same few classes, which hold no tensors.
+        kinds = {kind for kind in set(map(type, held)) if _may_lead_to_tensors(kind)}
+        if not kinds:
+            continue
+        for value in held:
+            if type(value) not in kinds:
                 continue
             if isinstance(value, torch.Tensor):
                 found[id(value)] = value
-            elif id(value) not in seen and (
-                kind.__name__ == "_lru_list_elem" or isinstance(value, (dict, list, tuple))
-            ):
+            elif id(value) not in seen:
                 seen.add(id(value))
                 waiting.append(value)
     return list(found.values())
+
+
+def _may_lead_to_tensors(kind: type) -> bool:
+    """Whether values of a class are tensors, or containers that are looked into."""
+    return kind not in _PLAIN and (
+        kind.__name__ == "_lru_list_elem" or issubclass(kind, (torch.Tensor, dict, list, tuple))
+    )
 
 
 def keys_of(cache: Any) -> list[Any]:
