@@ -317,7 +317,8 @@ class TestLimit:
         told: tuple[str, str],
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        net, optimizer = setting()
+        net, _ = setting()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)  # it is captured eleven times
         net.seen, net.lengths, net.made = {}, [], SimpleNamespace(scale=2)
         plain = make_step(net, optimizer)
 
