@@ -76,7 +76,7 @@ PATCHES: Final = (
     # Identity.
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),
-          "pickling and copying fakes is refused; in `roam.fake` copies are of the same mode",
+          "pickling fakes is refused; copies are recorded, and in `roam.fake` they are of the same mode",
           "a fake tensor leaves the step in a file or a copy; models that copy modules cannot be built of fakes"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),

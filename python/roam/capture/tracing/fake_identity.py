@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from roam.capture.tracing.deep_copies import deep_copier
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.value_stand_ins import CLASSES, read
@@ -155,7 +156,7 @@ class Identities:
 
         def handed_out(*_: object, **__: object) -> None:
             refuse(
-                "the step saves, pickles or copies a tensor or a module; do that outside of the "
+                "the step saves, pickles or copies a tensor; do that outside of the "
                 "step, and use x.clone() within it",
                 code="pickled",
             )
@@ -175,10 +176,8 @@ class Identities:
         )
         for holder, name in ASKS_FOR_FAKES:
             replacements.append((holder, name, told_apart(getattr(holder, name), name)))
-        replacements += [
-            (FakeTensor, name, handed_out)
-            for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__")
-        ]
+        replacements += [(FakeTensor, name, handed_out) for name in ("__reduce_ex__", "__dlpack__")]
+        replacements.append((FakeTensor, "__deepcopy__", deep_copier(refuse, own_attributes)))
         replacements.append((torch.utils.dlpack, "to_dlpack", handed_out))
         replacements += [
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY
