@@ -314,7 +314,7 @@ def _by_another_pytorch(act: Callable[[], Any]) -> Any:
     tracing = "roam.capture.tracing"
     with (
         mock.patch(f"{tracing}.fake_state.frame_evaluation", lambda: None),
-        mock.patch(f"{tracing}.compiled_regions.frame_evaluation", lambda: None),
+        mock.patch("roam.capture.compiled.regions.frame_evaluation", lambda: None),
     ):
         return act()
 
