@@ -483,7 +483,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "parameter_replaced": _between(
         lambda my, loss: _assign(my.model[1], "bias", nn.Parameter(torch.zeros(1)))
     ),
-    "pickled": _between(lambda my, loss: copy.deepcopy(my.model)),
+    "pickled": _between(lambda my, loss: copy.copy(my.batch)),
     "rate": _updated(lambda my: my.optimizer.param_groups[0].update(lr="fast")),
     "recurrent_layer": _recurrent_elsewhere,
     "refused_operator": _between(lambda my, loss: my.batch.resize_(4)),

@@ -1676,11 +1676,9 @@ PYTHON_PRIVATE = frozenset(
         "_replace",
         "_data",
         "_check_instance",
-        "_reconstruct",
     }
 )
-"""Of Python's own modules: `sys`, `os`, `functools`, `enum`, named tuples, `os.environ`, `inspect`,
-`copy`.
+"""Of Python's own modules: `sys`, `os`, `functools`, `enum`, named tuples, `os.environ`, `inspect`.
 """
 EXCEPTIONS = {
     "_bit_generator": "NumPy's",

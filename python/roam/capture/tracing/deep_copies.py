@@ -1,17 +1,10 @@
-"""Copies that a step makes of tensors by `copy.deepcopy`, alone or in dictionaries and lists, as of
-a model's state dict.
-
-What `copy.deepcopy` makes of other objects, such as modules, is refused: it reads all of their
-attributes where nothing can note it.
+"""Copies that a step makes of tensors by `copy.deepcopy`, alone or in what holds them: state dicts,
+modules, optimizers.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections import OrderedDict
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -21,7 +14,6 @@ from roam.torch_compat.private import HOOKS, c_pointer, is_dtensor
 
 Refuse = Callable[..., NoReturn]
 
-_rebuild: Final = copy._reconstruct.__code__  # type: ignore[attr-defined]
 _REMEDY: Final = "do that outside of the step, and use x.clone() within it"
 
 
@@ -39,10 +31,6 @@ def deep_copier(
     def copied(fake: Any, memo: dict[int, Any]) -> Any:
         if id(fake) in memo:
             return memo[id(fake)]
-        if (other := _object_around()) is not None:
-            refuse(
-                f"the step copies a {type(other).__name__} with tensors; {_REMEDY}", code="pickled"
-            )
         if not fake.is_leaf:  # eager PyTorch's own error
             return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
         if (
@@ -76,16 +64,6 @@ def deep_copier(
         return made
 
     return copied
-
-
-def _object_around() -> Any:
-    """An object that `copy.deepcopy` is taking apart now, or None. Dictionaries do not count."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _rebuild and type(frame.f_locals["x"]) is not OrderedDict:
-            return frame.f_locals["x"]
-        frame = frame.f_back
-    return None
 
 
 def _cloned(fake: Any) -> Any:
