@@ -58,7 +58,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 # -- what the ranks run
 
 
-def sharded(kind: str = "plain", **options: Any) -> nn.Module:
+def sharded(kind: str = "plain", blocks: int = 2, **options: Any) -> nn.Module:
     """The last layer's rows are not divisible by the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,7 +74,7 @@ def sharded(kind: str = "plain", **options: Any) -> nn.Module:
     elif kind == "kept":
         options["reshard_after_forward"] = False
     torch.manual_seed(0)
-    net = Net()
+    net = Net(blocks=blocks)
     net.head = nn.Linear(16, 47, bias=False)
     for block in net.blocks if kind != "wrapped" else ():
         fully_shard(block, mesh=mesh, **options)
@@ -356,7 +356,7 @@ def test_roam_compiles_blocks_that_are_sharded(ranks: Ranks) -> None:
 @FOUR
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_sums_of_four_ranks_whose_order_shows(ranks: Ranks, kind: str) -> None:
-    found = ranks.run(trained, sharded, adamw, update, None, {"kind": kind}, 4)
+    found = ranks.run(trained, sharded, adamw, update, None, {"kind": kind, **ONE}, 4)
     assert found == [""] * ranks.world
 
 
@@ -374,7 +374,7 @@ def test_gradients_that_are_left_are_refused(ranks: Ranks) -> None:
     ("way", "step", "steps"), [("sequence", update_twice, 6), ("layers", update_of_layers, 4)]
 )
 def test_spread_layers_that_are_sharded_too(ranks: Ranks, way: str, step: Any, steps: int) -> None:
-    found = ranks.run(trained, sharded_twice, adamw, step, None, {"way": way}, steps)
+    found = ranks.run(trained, sharded_twice, adamw, step, None, {"way": way, **ONE}, steps)
     assert found == [""] * ranks.world
 
 
