@@ -4,6 +4,7 @@ PyTorch's bits, also when what they have copied changes between steps."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,40 @@ def test_steps_that_copy_have_eagers_bits(make_step: Callable[[Any], Step]) -> N
         return [*losses, *net.state_dict().values(), torch.get_rng_state()]
 
     assert_same_bits(train(lambda step: step), train(roam.compile))
+
+
+def test_a_step_that_trains_a_copy_keeps_a_budget() -> None:
+    """What reads the copy's weights may run again until they are updated."""
+
+    def train(wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+        )
+
+        @wrap
+        def step(x):
+            copied = copy.deepcopy(net)
+            optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+            for part in x:
+                optimizer.zero_grad()
+                loss = copied(part).square().mean()
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                for weight, moved in zip(net.parameters(), copied.parameters(), strict=True):
+                    weight.lerp_(moved, 0.5)
+            return loss.detach()
+
+        losses = [step(torch.randn(3, 256, 8)) for _ in range(3)]
+        return [*losses, *net.state_dict().values()], step
+
+    expected, _ = train(lambda step: step)
+    results, step = train(functools.partial(roam.compile, memory="85%"))
+    memory = step.memory()
+    assert_same_bits(expected, results)
+    assert memory.extra_runs > 0
+    assert memory.total_bytes <= memory.limit_bytes
 
 
 def test_a_copied_generator_is_refused() -> None:

@@ -106,12 +106,37 @@ def repeats(
     launches = {
         slot: call for call in program.launches() for slot in call.outputs if slot is not None
     }
-    if known is None:
-        return [_repeat(program, call, views, launches) for call in program.calls]
+    updates = _updates_of_copies(program)
+    found: Sequence[Repeat | None] = () if known is None else known[1]
+    same: Sequence[Call] = () if known is None else known[0].calls
     return [
-        repeat if call is same else _repeat(program, call, views, launches)
-        for call, same, repeat in zip(program.calls, known[0].calls, known[1], strict=True)
+        None
+        if index in updates
+        else found[index]
+        if known is not None and call is same[index]
+        else _repeat(program, call, views, launches)
+        for index, call in enumerate(program.calls)
     ]
+
+
+def _updates_of_copies(program: Program) -> set[int]:
+    """Calls of an optimizer that change what the step has made and what a forward pass has read,
+    such as the weights of a model's copy. They run once: to make an earlier state of the weights
+    again would take all updates since the copy and their gradients, so the search for a plan would
+    only lose its way.
+    """
+    has_read: set[int] = set()
+    updates: set[int] = set()
+    for index, call in enumerate(program.calls):
+        if call.phase in ("forward", "loss"):
+            has_read.update(map(program.storage_of, call.refs()))
+        elif call.phase == "update" and any(
+            (storage := program.storage_of(slot)) in has_read
+            and program.storages[storage].creator >= 0
+            for slot in call.mutates
+        ):
+            updates.add(index)
+    return updates
 
 
 def gathers_again(repeats: Sequence[Repeat | None]) -> bool:
