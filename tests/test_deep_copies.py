@@ -145,3 +145,40 @@ def test_a_copied_generator_is_refused() -> None:
 
     with pytest.raises(roam.CaptureError):
         step(torch.ones(3))
+
+
+def test_memo_that_keeps_parameters_by_their_id() -> None:
+    """As in a `__deepcopy__` of the user's that shares some parameters with the copy."""
+
+    def train(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = Net()
+
+        def step(x):
+            weight, memo = net.first.weight, {}
+            memo[id(weight)] = weight
+            other = copy.deepcopy(net, memo)
+            with torch.no_grad():
+                other.first.weight.mul_(0.9)
+                memo[id(net.first.bias)].add_(1)
+            return other(x).detach(), other.first.weight is weight
+
+        step = wrap(step)
+        return [step(torch.ones(6, 4) * number) for number in range(3)] + [net.first.weight]
+
+    eager, planned = train(lambda step: step), train(roam.compile)
+    assert [result[1] for result in planned[:-1]] == [True] * 3
+    assert_same_bits([result[0] for result in eager[:-1]], [result[0] for result in planned[:-1]])
+    assert_same_bits(eager[-1:], planned[-1:])
+
+
+def test_memo_that_keeps_a_buffer_by_its_id_is_refused() -> None:
+    net = Net()
+    memo = {id(net.calls): net.calls}
+
+    @roam.compile
+    def step(x):
+        return copy.deepcopy(net, dict(memo)).calls + x
+
+    with pytest.raises(roam.CaptureError, match="identity"):
+        step(torch.ones(1))

@@ -18,7 +18,10 @@ _REMEDY: Final = "do that outside of the step, and use x.clone() within it"
 
 
 def deep_copier(
-    refuse: Refuse, own_attributes: Callable[[Any], dict[str, Any]]
+    refuse: Refuse,
+    own_attributes: Callable[[Any], dict[str, Any]],
+    real_of: Callable[[Any], Any],
+    identity: Callable[[Any], int],
 ) -> Callable[[Any, dict[int, Any]], Any]:
     """What stands in for `Tensor.__deepcopy__` of fakes while a step is traced: it makes the copy
     by operators that the trace records.
@@ -26,11 +29,16 @@ def deep_copier(
     Args:
         refuse: raises a refusal, with the code.
         own_attributes: gives the attributes that the user has set on a tensor.
+        real_of: gives the tensor that a fake stands for, or None for one that the step made.
+        identity: gives the `id` that the user's code sees for a fake, or refuses.
     """
 
     def copied(fake: Any, memo: dict[int, Any]) -> Any:
+        real = real_of(fake)
         if id(fake) in memo:
             return memo[id(fake)]
+        if real is not None and id(real) in memo:  # the user's code has put it there, by its `id`
+            return memo[identity(fake)]
         if not fake.is_leaf:  # eager PyTorch's own error
             return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
         if (
@@ -61,6 +69,8 @@ def deep_copier(
             if fake.grad is not None:
                 made.grad = copied(fake.grad, memo)
         memo[id(fake)] = made
+        if real is not None:
+            memo[id(real)] = made
         return made
 
     return copied
