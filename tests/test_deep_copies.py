@@ -4,10 +4,12 @@ PyTorch's bits, also when what they have copied changes between steps."""
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -182,3 +184,26 @@ def test_memo_that_keeps_a_buffer_by_its_id_is_refused() -> None:
 
     with pytest.raises(roam.CaptureError, match="identity"):
         step(torch.ones(1))
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.RandomState, np.random.default_rng])
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_draws_from_a_copied_generator_are_refused(make: Any, copier: Any) -> None:
+    """Also where two traces happen to draw what leads to the same operators."""
+    held = SimpleNamespace(generator=make(4))
+
+    def step(x):
+        generator = copier(held.generator)
+        return (
+            x * 2
+            if (generator.random() if hasattr(generator, "random") else generator.rand()) < 2
+            else x
+        )
+
+    def copying(x):
+        copier(held.generator)
+        return x * 2
+
+    with pytest.raises(roam.CaptureError, match="draws from a copy"):
+        roam.compile(step)(torch.ones(3))
+    assert torch.equal(roam.compile(copying)(torch.ones(3)), torch.full((3,), 2.0))

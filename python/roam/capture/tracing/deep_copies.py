@@ -1,10 +1,11 @@
 """Copies that a step makes of tensors by `copy.deepcopy`, alone or in what holds them: state dicts,
-modules, optimizers.
+modules, optimizers. Copies of random generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
 import torch
@@ -76,6 +77,37 @@ def deep_copier(
     return copied
 
 
+class CopiedGenerators:
+    """Copies that a step makes, by `copy`, of the random generators of Python's and NumPy's that it
+    holds. A draw from a copy leaves the generator as it was, so nothing else would tell that chance
+    decides what runs.
+    """
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._held = {id(source) for source in sources}
+        self._made: list[tuple[Any, bytes]] = []
+
+    def stand_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in for the function by which `copy` makes objects."""
+
+        def made(value: Any, *args: Any, **kwargs: Any) -> Any:
+            copied = original(value, *args, **kwargs)
+            if id(value) in self._held:
+                self._made.append((copied, pickle.dumps(copied)))
+            return copied
+
+        return made
+
+    def check(self, refuse: Refuse) -> None:
+        """Refuses a step that has drawn from a copy."""
+        if any(pickle.dumps(copied) != state for copied, state in self._made):
+            refuse(
+                "the step draws from a copy of a random generator, whose state may be another one "
+                "at the next call; draw outside of the step, and pass the numbers to it",
+                code="generator_state",
+            )
+
+
 def _cloned(fake: Any) -> Any:
     with torch.no_grad():
         return fake.detach().clone(memory_format=torch.preserve_format)
@@ -106,4 +138,4 @@ def _lies_alike(one: Any, other: Any) -> bool:
     )
 
 
-__all__ = ["deep_copier"]
+__all__ = ["CopiedGenerators", "deep_copier"]
