@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +254,45 @@ class TestFunctionsThatKeepTheirResults:
             )[0]
 
         both(script)
+
+    @pytest.mark.parametrize("is_tuple", [False, True])
+    def test_results_that_are_changed_and_then_made_anew(self, is_tuple: bool) -> None:
+        def script(wrap):
+            @functools.cache
+            def options(_):
+                return (1.0, [2.0]) if is_tuple else SimpleNamespace(values=[2.0])
+
+            def values():
+                return options(0)[1] if is_tuple else options(0).values
+
+            def loss_of(out, linear):
+                return out.square().mean() * values()[0]
+
+            def change(index):
+                if index == 2:
+                    values()[0] = 3.0
+                if index == 4:
+                    options.cache_clear()
+
+            values()
+            return self.train(wrap, loss_of, change, lengths=(5,) * 6)[0]
+
+        both(script)
+
+    def test_objects_with_tensors_that_are_made_anew(self) -> None:
+        """Their old tensors are not taken for the new ones; new ones in objects are refused."""
+
+        @functools.cache
+        def options():
+            return SimpleNamespace(scale=torch.ones(2))
+
+        step = roam.compile(lambda x: x * options().scale)
+        options().scale.mul_(3)
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), 3.0))
+        options.cache_clear()
+        with pytest.raises(roam.CaptureError) as refused:
+            step(torch.ones(2))
+        assert refused.value.code == "unknown_tensor"
 
     def test_written_to_in_place(self) -> None:
         def script(wrap):
