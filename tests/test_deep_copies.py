@@ -4,6 +4,7 @@ PyTorch's bits, also when what they have copied changes between steps."""
 from __future__ import annotations
 
 import copy
+import copyreg
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -207,3 +208,24 @@ def test_draws_from_a_copied_generator_are_refused(make: Any, copier: Any) -> No
     with pytest.raises(roam.CaptureError, match="draws from a copy"):
         roam.compile(step)(torch.ones(3))
     assert torch.equal(roam.compile(copying)(torch.ones(3)), torch.full((3,), 2.0))
+
+
+class Registered:
+    """Copied by a function that is registered for its class."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+
+FACTORS = [1.0]
+copyreg.pickle(Registered, lambda value: (Registered, (value.weight * FACTORS[0],)))
+
+
+def test_what_a_registered_function_reads_to_copy_an_object_is_guarded() -> None:
+    held = Registered(2.0)
+    step = roam.compile(lambda x: x * copy.deepcopy(held).weight)
+    try:
+        for FACTORS[0] in (1.0, 3.0, 4.0):
+            assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0 * FACTORS[0]))
+    finally:
+        FACTORS[0] = 1.0
