@@ -255,30 +255,6 @@ class TestFunctionsThatKeepTheirResults:
 
         both(script)
 
-    @pytest.mark.parametrize("is_tuple", [False, True])
-    def test_results_that_are_changed_and_then_made_anew(self, is_tuple: bool) -> None:
-        def script(wrap):
-            @functools.cache
-            def options(_):
-                return (1.0, [2.0]) if is_tuple else SimpleNamespace(values=[2.0])
-
-            def values():
-                return options(0)[1] if is_tuple else options(0).values
-
-            def loss_of(out, linear):
-                return out.square().mean() * values()[0]
-
-            def change(index):
-                if index == 2:
-                    values()[0] = 3.0
-                if index == 4:
-                    options.cache_clear()
-
-            values()
-            return self.train(wrap, loss_of, change, lengths=(5,) * 6)[0]
-
-        both(script)
-
     def test_objects_with_tensors_that_are_made_anew(self) -> None:
         """Their old tensors are not taken for the new ones; new ones in objects are refused."""
 

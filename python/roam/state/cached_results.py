@@ -173,8 +173,8 @@ class ResultsSpace(Space):
     """Results that a function with a cache keeps, by the keys of its table.
 
     A result that has been forgotten may be made again. It is another object then, and fits if it
-    has the same contents. As long as it is not made again, this is known of results that nobody can
-    have changed since they were made.
+    has the same contents. One that holds tensors does not fit once it has been forgotten: the plan
+    would read the old tensors.
     """
 
     __slots__ = ("_keys", "holder")
@@ -189,7 +189,9 @@ class ResultsSpace(Space):
         return [(place, kept.get(key, MISSING)) for place, key in enumerate(self._keys)]
 
     def is_live(self, key: Any, old: Any, value: Any) -> bool:
-        return _is_fixed(old) if value is MISSING else _have_same_contents(old, value)
+        if value is MISSING:
+            return _is_free_of_tensors(old)
+        return _have_same_contents(old, value)
 
     def put(self, items: Items) -> None:
         pass  # a snapshot makes the function forget what is new
@@ -205,11 +207,6 @@ def _have_same_contents(one: Any, other: Any) -> bool:
     if kind is dict:
         one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
     return all(map(_have_same_contents, one, other))
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether nobody can change what a result holds."""
-    return is_plain(value) or (type(value) in (tuple, frozenset) and all(map(_is_fixed, value)))
 
 
 class Results:
