@@ -4,11 +4,14 @@ PyTorch's bits, also when what they have copied changes between steps."""
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,3 +183,84 @@ def test_a_copied_generator_is_refused() -> None:
 
     with pytest.raises(roam.CaptureError):
         step(torch.ones(3))
+
+
+def test_memo_that_keeps_parameters_by_their_id() -> None:
+    """As in a `__deepcopy__` of the user's that shares some parameters with the copy."""
+
+    def train(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = Net()
+
+        def step(x):
+            weight, memo = net.first.weight, {}
+            memo[id(weight)] = weight
+            other = copy.deepcopy(net, memo)
+            with torch.no_grad():
+                other.first.weight.mul_(0.9)
+                memo[id(net.first.bias)].add_(1)
+            return other(x).detach(), other.first.weight is weight
+
+        step = wrap(step)
+        return [step(torch.ones(6, 4) * number) for number in range(3)] + [net.first.weight]
+
+    eager, planned = train(lambda step: step), train(roam.compile)
+    assert [result[1] for result in planned[:-1]] == [True] * 3
+    assert_same_bits([result[0] for result in eager[:-1]], [result[0] for result in planned[:-1]])
+    assert_same_bits(eager[-1:], planned[-1:])
+
+
+def test_memo_that_keeps_a_buffer_by_its_id_is_refused() -> None:
+    net = Net()
+    memo = {id(net.calls): net.calls}
+
+    @roam.compile
+    def step(x):
+        return copy.deepcopy(net, dict(memo)).calls + x
+
+    with pytest.raises(roam.CaptureError, match="identity"):
+        step(torch.ones(1))
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.RandomState, np.random.default_rng])
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_draws_from_a_copied_generator_are_refused(make: Any, copier: Any) -> None:
+    """Also where two traces happen to draw what leads to the same operators."""
+    held = SimpleNamespace(generator=make(4))
+
+    def step(x):
+        generator = copier(held.generator)
+        return (
+            x * 2
+            if (generator.random() if hasattr(generator, "random") else generator.rand()) < 2
+            else x
+        )
+
+    def copying(x):
+        copier(held.generator)
+        return x * 2
+
+    with pytest.raises(roam.CaptureError, match="draws from a copy"):
+        roam.compile(step)(torch.ones(3))
+    assert torch.equal(roam.compile(copying)(torch.ones(3)), torch.full((3,), 2.0))
+
+
+class Registered:
+    """Copied by a function that is registered for its class."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+
+FACTORS = [1.0]
+copyreg.pickle(Registered, lambda value: (Registered, (value.weight * FACTORS[0],)))
+
+
+def test_what_a_registered_function_reads_to_copy_an_object_is_guarded() -> None:
+    held = Registered(2.0)
+    step = roam.compile(lambda x: x * copy.deepcopy(held).weight)
+    try:
+        for FACTORS[0] in (1.0, 3.0, 4.0):
+            assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0 * FACTORS[0]))
+    finally:
+        FACTORS[0] = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +254,21 @@ class TestFunctionsThatKeepTheirResults:
             )[0]
 
         both(script)
+
+    def test_objects_with_tensors_that_are_made_anew(self) -> None:
+        """Their old tensors are not taken for the new ones; new ones in objects are refused."""
+
+        @functools.cache
+        def options():
+            return SimpleNamespace(scale=torch.ones(2))
+
+        step = roam.compile(lambda x: x * options().scale)
+        options().scale.mul_(3)
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), 3.0))
+        options.cache_clear()
+        with pytest.raises(roam.CaptureError) as refused:
+            step(torch.ones(2))
+        assert refused.value.code == "unknown_tensor"
 
     def test_written_to_in_place(self) -> None:
         def script(wrap):

@@ -173,7 +173,8 @@ class ResultsSpace(Space):
     """Results that a function with a cache keeps, by the keys of its table.
 
     A result that has been forgotten may be made again. It is another object then, and fits if it
-    has the same contents.
+    has the same contents. One that holds tensors does not fit once it has been forgotten: the plan
+    would read the old tensors.
     """
 
     __slots__ = ("_keys", "holder")
@@ -188,7 +189,9 @@ class ResultsSpace(Space):
         return [(place, kept.get(key, MISSING)) for place, key in enumerate(self._keys)]
 
     def is_live(self, key: Any, old: Any, value: Any) -> bool:
-        return value is MISSING or _have_same_contents(old, value)
+        if value is MISSING:
+            return _is_free_of_tensors(old)
+        return _have_same_contents(old, value)
 
     def put(self, items: Items) -> None:
         pass  # a snapshot makes the function forget what is new

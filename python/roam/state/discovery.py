@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import copyreg
 import functools
 import inspect
 import random
@@ -913,6 +914,8 @@ class _Walk:
             elif not self.reads.is_deferred((None, name)):
                 self._enqueue(item, space.label(name), (space, name))
         self.edge = outer
+        if (reduce := copyreg.dispatch_table.get(base)) is not None:
+            self._enqueue(reduce, f"what copies a {path}")
 
     def _release(self, names: Iterable[str]) -> None:
         """Enters the methods that code names."""

@@ -78,6 +78,8 @@ PATCHES: Final = (
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),
           "pickling fakes is refused; copies are recorded, and in `roam.fake` they are of the same mode",
           "a fake tensor leaves the step in a file or a copy; models that copy modules cannot be built of fakes"),
+    Patch("copy", ("_reconstruct",), "draws from copies of random generators of Python's or NumPy's are refused",
+          "a plan freezes what chance has decided at capture"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),

@@ -1,10 +1,11 @@
 """Copies that a step makes of tensors by `copy.deepcopy`, alone or in what holds them: state dicts,
-modules, optimizers.
+modules, optimizers. Copies of random generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
 import torch
@@ -18,7 +19,10 @@ _REMEDY: Final = "do that outside of the step, and use x.clone() within it"
 
 
 def deep_copier(
-    refuse: Refuse, own_attributes: Callable[[Any], dict[str, Any]]
+    refuse: Refuse,
+    own_attributes: Callable[[Any], dict[str, Any]],
+    real_of: Callable[[Any], Any],
+    identity: Callable[[Any], int],
 ) -> Callable[[Any, dict[int, Any]], Any]:
     """What stands in for `Tensor.__deepcopy__` of fakes while a step is traced: it makes the copy
     by operators that the trace records.
@@ -26,11 +30,16 @@ def deep_copier(
     Args:
         refuse: raises a refusal, with the code.
         own_attributes: gives the attributes that the user has set on a tensor.
+        real_of: gives the tensor that a fake stands for, or None for one that the step made.
+        identity: gives the `id` that the user's code sees for a fake, or refuses.
     """
 
     def copied(fake: Any, memo: dict[int, Any]) -> Any:
+        real = real_of(fake)
         if id(fake) in memo:
             return memo[id(fake)]
+        if real is not None and id(real) in memo:  # the user's code has put it there, by its `id`
+            return memo[identity(fake)]
         if not fake.is_leaf:  # eager PyTorch's own error
             return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
         if (
@@ -61,9 +70,42 @@ def deep_copier(
             if fake.grad is not None:
                 made.grad = copied(fake.grad, memo)
         memo[id(fake)] = made
+        if real is not None:
+            memo[id(real)] = made
         return made
 
     return copied
+
+
+class CopiedGenerators:
+    """Copies that a step makes, by `copy`, of the random generators of Python's and NumPy's that it
+    holds. A draw from a copy leaves the generator as it was, so nothing else would tell that chance
+    decides what runs.
+    """
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._held = {id(source) for source in sources}
+        self._made: list[tuple[Any, bytes]] = []
+
+    def stand_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in for the function by which `copy` makes objects."""
+
+        def made(value: Any, *args: Any, **kwargs: Any) -> Any:
+            copied = original(value, *args, **kwargs)
+            if id(value) in self._held:
+                self._made.append((copied, pickle.dumps(copied)))
+            return copied
+
+        return made
+
+    def check(self, refuse: Refuse) -> None:
+        """Refuses a step that has drawn from a copy."""
+        if any(pickle.dumps(copied) != state for copied, state in self._made):
+            refuse(
+                "the step draws from a copy of a random generator, whose state may be another one "
+                "at the next call; draw outside of the step, and pass the numbers to it",
+                code="generator_state",
+            )
 
 
 def _cloned(fake: Any) -> Any:
@@ -96,4 +138,4 @@ def _lies_alike(one: Any, other: Any) -> bool:
     )
 
 
-__all__ = ["deep_copier"]
+__all__ = ["CopiedGenerators", "deep_copier"]

@@ -177,7 +177,9 @@ class Identities:
         for holder, name in ASKS_FOR_FAKES:
             replacements.append((holder, name, told_apart(getattr(holder, name), name)))
         replacements += [(FakeTensor, name, handed_out) for name in ("__reduce_ex__", "__dlpack__")]
-        replacements.append((FakeTensor, "__deepcopy__", deep_copier(refuse, own_attributes)))
+        replacements.append(
+            (FakeTensor, "__deepcopy__", deep_copier(refuse, own_attributes, self.of, fixed))
+        )
         replacements.append((torch.utils.dlpack, "to_dlpack", handed_out))
         replacements += [
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY

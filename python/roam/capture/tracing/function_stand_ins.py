@@ -5,6 +5,7 @@ act on Python state which no operator shows.
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import sys
 import threading
@@ -18,6 +19,7 @@ from roam.capture.distributed import dtensors, fully_shard
 from roam.capture.distributed.ddp import Reductions
 from roam.capture.fake_kernels.cache import tensors_in
 from roam.capture.tracing import composite_gradients, custom_ops, multi_tensor
+from roam.capture.tracing.deep_copies import CopiedGenerators
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import scaler_stand_ins
 from roam.capture.tracing.gradient_history import watched_engine
@@ -255,6 +257,9 @@ def stand_ins_placed(
             replace(transformers, "is_fake_tensor", lambda _: False)
         for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
             replace(holder, name, stand_in)
+        copies = CopiedGenerators(source for _, source in fake_state.reach.random_sources)
+        make = copy._reconstruct  # type: ignore[attr-defined]
+        replace(copy, "_reconstruct", copies.stand_in(make))
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
@@ -265,6 +270,7 @@ def stand_ins_placed(
             stack.enter_context(called_later(fake_state, recorder, path, scheduler))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
+        copies.check(recorder.refuse)
 
 
 def _in_trace(
