@@ -1676,9 +1676,11 @@ PYTHON_PRIVATE = frozenset(
         "_replace",
         "_data",
         "_check_instance",
+        "_reconstruct",
     }
 )
-"""Of Python's own modules: `sys`, `os`, `functools`, `enum`, named tuples, `os.environ`, `inspect`.
+"""Of Python's own modules: `sys`, `os`, `functools`, `enum`, named tuples, `os.environ`, `inspect`,
+`copy`.
 """
 EXCEPTIONS = {
     "_bit_generator": "NumPy's",
