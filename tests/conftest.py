@@ -96,7 +96,7 @@ class _Older:
 
     The first test of a file hides no garbage that the file before it has made. Others may hide
     garbage of earlier tests of the file, if one of those has unfrozen all objects, as roam does to
-    search them. Some of the files begin with a collection of all that is hidden.
+    search them. One file in ten begins with a collection of all objects.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from roam.kernels import workspace
 from roam.program.ir import refs
 from roam.program.operators import is_region
 from roam.torch_compat.private import pytree
-from steps import step_of
+from steps import squares_step, step_of
 
 functional = torch.nn.functional
 pytestmark = pytest.mark.filterwarnings(
@@ -489,16 +489,7 @@ def test_code_that_was_compiled_for_all_sizes_since(by_eval: bool) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = by_method(OverRows())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        @wrap
-        def step(x: torch.Tensor) -> Any:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = wrap(squares_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
         found = [step(torch.randn(37, 8)).detach()]
         other = torch.randn(50, 8)
         found.append((model(other).sum() if by_eval else step(other)).detach())

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from roam.program.checks import check
-from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, is_dense
+from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, has_no_gaps
 from roam.program.passes import reordered
 
 aten = torch.ops.aten
@@ -168,17 +168,16 @@ def _begun_anew(program: Program) -> set[int]:
         if call.is_check:
             break
         slots = call.refs()
-        if call.target in _OVERWRITES and call.skip_if is None and isinstance(call.args[0], Ref):
-            storage = program.storage_of(call.args[0].slot)
-            is_read = storage in map(program.storage_of, slots[1:])
-            if (
-                storage not in touched
-                and not is_read
-                and program.storages[storage].creator < 0
-                and program.covers(call.args[0].slot)
-            ):
-                found.add(storage)
-        touched.update(map(program.storage_of, slots))
+        used = list(map(program.storage_of, slots))
+        if (
+            call.target in _OVERWRITES
+            and call.skip_if is None
+            and program.covers(slots[0])
+            and program.storages[used[0]].creator < 0
+            and used[0] not in touched.union(used[1:])
+        ):
+            found.add(used[0])
+        touched.update(used)
     return found
 
 
@@ -213,7 +212,7 @@ def _add_copy(program: Program, slot: int, writer: int) -> tuple[int, int, int]:
     assert meta is not None
     index, copy, storage = len(program.calls), len(program.slots), len(program.storages)
     contiguous = tuple(torch.empty(meta.shape, device="meta").stride())
-    is_kept = is_dense(sorted(extents(meta.shape, meta.stride)))
+    is_kept = has_no_gaps(meta.shape, meta.stride)
     kwargs = {"memory_format": torch.preserve_format if is_kept else torch.contiguous_format}
     program.slots.append(
         TensorMeta(

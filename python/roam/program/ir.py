@@ -480,7 +480,7 @@ class Program:
             return False
         size_bytes = math.prod(meta.shape) * meta.dtype.itemsize
         is_whole = meta.offset == 0 and size_bytes == self.storages[meta.storage].size_bytes
-        return is_whole and is_dense(sorted(extents(meta.shape, meta.stride)))
+        return is_whole and has_no_gaps(meta.shape, meta.stride)
 
 
 @functools.cache
@@ -510,6 +510,11 @@ def is_dense(extents: Iterable[tuple[int, int]]) -> bool:
             return False
         expected *= size
     return True
+
+
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie without gap or overlap, in some order of the dimensions."""
+    return is_dense(sorted(extents(shape, strides)))
 
 
 def refs(value: Any) -> list[int]:

@@ -107,23 +107,22 @@ def repeats(
         slot: call for call in program.launches() for slot in call.outputs if slot is not None
     }
     updates = _updates_of_copies(program)
-    found: Sequence[Repeat | None] = () if known is None else known[1]
-    same: Sequence[Call] = () if known is None else known[0].calls
-    return [
-        None
-        if index in updates
-        else found[index]
-        if known is not None and call is same[index]
-        else _repeat(program, call, views, launches)
-        for index, call in enumerate(program.calls)
-    ]
+
+    def repeat_of(index: int, call: Call) -> Repeat | None:
+        if index in updates:
+            return None
+        if known is not None and call is known[0].calls[index]:
+            return known[1][index]
+        return _repeat(program, call, views, launches)
+
+    return [repeat_of(index, call) for index, call in enumerate(program.calls)]
 
 
 def _updates_of_copies(program: Program) -> set[int]:
     """Calls of an optimizer that change what the step has made and what a forward pass has read,
-    such as the weights of a model's copy. They run once: to make an earlier state of the weights
-    again would take all updates since the copy and their gradients, so the search for a plan would
-    only lose its way.
+    such as the weights of a model's copy. They run once. To make earlier weights again, all updates
+    since the copy and their gradients would have to run again. If the search tried that, it found
+    no plan for budgets that can be kept.
     """
     has_read: set[int] = set()
     updates: set[int] = set()

@@ -18,7 +18,7 @@ import torch
 from roam.distributed.collectives import is_launch
 from roam.errors import ExecutionError
 from roam.program.bits import copied
-from roam.program.ir import Call, Program, extents, is_dense
+from roam.program.ir import Call, Program, has_no_gaps
 from roam.program.operators import ATTENTION, is_region
 from roam.program.replay import Replay, generator_state
 from roam.runtime.log import logger
@@ -327,4 +327,4 @@ def _is_copied(program: Program, slot: int) -> bool:
         for _, other in (*program.referenced, *program.constants)
         if other != slot and program.storage_of(other) == meta.storage
     ]
-    return not others and is_dense(sorted(extents(meta.shape, meta.stride)))
+    return not others and has_no_gaps(meta.shape, meta.stride)

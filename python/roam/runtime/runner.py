@@ -582,7 +582,7 @@ class Runner:
             return error
         changed = self._executor.changed_before(failure)
         if isinstance(error, CheckFailed):
-            restored = self._restored_by(failure.call) | self._begun_anew()
+            restored = self._restored_by(failure.call)
             changed = [path for path in changed if path not in restored]
         where, cause = f"{failure.call.name} at {failure.call.source}", str(error).removesuffix(".")
         if not changed:
@@ -686,23 +686,17 @@ class Runner:
         return self._executor.bindings.order[failure.step]
 
     def _restored_by(self, call: Call) -> set[str]:
-        """Paths of what a check has put back."""
+        """Paths of what a check has put back, and of what the step overwrites before it reads it,
+        whatever the check's outcome.
+        """
         program = self._program
         copies = call.args[2] if len(call.args) > 2 else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
+        storages |= {place for place, one in enumerate(program.storages) if one.is_begun_anew}
         return {
             reference.path
             for reference, slot in program.referenced
             if program.storage_of(slot) in storages
-        }
-
-    def _begun_anew(self) -> set[str]:
-        """Paths of what the step overwrites before it reads it, however it goes on afterwards."""
-        storages = self._program.storages
-        return {
-            reference.path
-            for reference, slot in self._program.referenced
-            if storages[self._program.storage_of(slot)].is_begun_anew
         }
 
 

@@ -151,7 +151,7 @@ class Snapshot:
         with disable_current_modes():
             for number in self._own_sources():
                 name, read, _ = self._sources[number]
-                if not _is_same_state(read(), self._drawn[number]):
+                if not is_same_state(read(), self._drawn[number]):
                     reasons.append(f"{name} {DRAWN}")
         return reasons
 
@@ -332,7 +332,7 @@ class Snapshot:
         with disable_current_modes():
             for number in self._own_sources():
                 _, read, write = self._sources[number]
-                if not _is_same_state(read(), self._drawn[number]):
+                if not is_same_state(read(), self._drawn[number]):
                     write(self._drawn[number])
         if failures:
             raise failures[0]
@@ -631,21 +631,19 @@ def random_sources(reach: Reach) -> list[Source]:
     sources += [
         (path, generator.get_state, generator.set_state) for path, generator in reach.generators
     ]
-    for path, source in reach.random_sources:
-        if isinstance(source, random.Random):
-            sources.append((path, source.getstate, source.setstate))
-        else:
-            bits = (
-                source.bit_generator if hasattr(source, "bit_generator") else source._bit_generator
-            )
-            sources.append(
-                (
-                    path,
-                    functools.partial(getattr, bits, "state"),
-                    functools.partial(setattr, bits, "state"),
-                )
-            )
-    return sources
+    return sources + [source_of(path, source) for path, source in reach.random_sources]
+
+
+def source_of(path: str, source: Any) -> Source:
+    """The same of a ``random.Random`` or a generator of NumPy's."""
+    if isinstance(source, random.Random):
+        return path, source.getstate, source.setstate
+    bits = source.bit_generator if hasattr(source, "bit_generator") else source._bit_generator
+    return (
+        path,
+        functools.partial(getattr, bits, "state"),
+        functools.partial(setattr, bits, "state"),
+    )
 
 
 def _moved_on(state: Any) -> Any:
@@ -669,14 +667,14 @@ def _moved_on(state: Any) -> Any:
     return twin.get_state()
 
 
-def _is_same_state(state: Any, other: Any) -> bool:
+def is_same_state(state: Any, other: Any) -> bool:
     """Whether two states of a random generator are equal."""
     if isinstance(state, torch.Tensor):
         return torch.equal(state, other)
     if isinstance(state, dict):
-        return all(_is_same_state(state[key], other[key]) for key in state)
+        return all(is_same_state(state[key], other[key]) for key in state)
     if isinstance(state, (list, tuple)):
-        return all(map(_is_same_state, state, other))
+        return all(map(is_same_state, state, other))
     if type(state).__module__ == "numpy":
         return bool((state == other).all())
     return bool(state == other)

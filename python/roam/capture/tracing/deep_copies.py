@@ -4,13 +4,13 @@ modules, optimizers. Copies of random generators.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
 import torch
 
-from roam.program.ir import extents, is_dense
+from roam.program.ir import has_no_gaps
+from roam.state.snapshot import is_same_state, source_of
 from roam.torch_compat.private import HOOKS, c_pointer, is_dtensor
 
 Refuse = Callable[..., NoReturn]
@@ -85,7 +85,7 @@ class CopiedGenerators:
 
     def __init__(self, sources: Iterable[Any]) -> None:
         self._held = {id(source) for source in sources}
-        self._made: list[tuple[Any, bytes]] = []
+        self._made: list[tuple[Callable[[], Any], Any]] = []
 
     def stand_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in for the function by which `copy` makes objects."""
@@ -93,14 +93,15 @@ class CopiedGenerators:
         def made(value: Any, *args: Any, **kwargs: Any) -> Any:
             copied = original(value, *args, **kwargs)
             if id(value) in self._held:
-                self._made.append((copied, pickle.dumps(copied)))
+                _, read, _ = source_of("a copy", copied)
+                self._made.append((read, read()))
             return copied
 
         return made
 
     def check(self, refuse: Refuse) -> None:
         """Refuses a step that has drawn from a copy."""
-        if any(pickle.dumps(copied) != state for copied, state in self._made):
+        if not all(is_same_state(read(), state) for read, state in self._made):
             refuse(
                 "the step draws from a copy of a random generator, whose state may be another one "
                 "at the next call; draw outside of the step, and pass the numbers to it",
@@ -124,7 +125,7 @@ def _is_whole(fake: Any) -> bool:
         _is_strided(fake)
         and fake.storage_offset() == 0
         and fake.untyped_storage().nbytes() == fake.numel() * fake.itemsize
-        and is_dense(sorted(extents(fake.shape, fake.stride())))
+        and has_no_gaps(fake.shape, fake.stride())
     )
 
 

@@ -58,7 +58,9 @@ def is_tracing() -> bool:
 
 @contextmanager
 def tracing(value: bool = True) -> Iterator[None]:
-    """Has this thread's calls of PyTorch's functions reach what stands in for them, or not."""
+    """A block in which this thread's calls of PyTorch's functions reach their stand-ins, or, if the
+    value is False, PyTorch's own functions.
+    """
     before = is_tracing()
     _state.is_tracing = value
     try:

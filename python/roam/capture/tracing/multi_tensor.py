@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roam.program.ir import extents, is_dense
+from roam.program.ir import has_no_gaps
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import base_name, run_composite
 
@@ -59,7 +59,7 @@ def splits(args: tuple[Any, ...]) -> bool:
         and first.dtype.is_floating_point
         and all(len(tensors) == len(lists[0]) for tensors in lists)
         and all(
-            t.dtype is first.dtype and t.device == first.device and _is_dense(t)
+            t.dtype is first.dtype and t.device == first.device and has_no_gaps(t.shape, t.stride())
             for ts in lists
             for t in ts
         )
@@ -123,7 +123,3 @@ def _tensor_lists(args: tuple[Any, ...]) -> list[list[torch.Tensor]]:
         list(argument) for argument in args if isinstance(argument, (list, tuple)) and argument
     )
     return [tensors for tensors in lists if isinstance(tensors[0], torch.Tensor)]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return is_dense(sorted(extents(tensor.shape, tensor.stride())))
