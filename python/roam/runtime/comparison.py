@@ -21,10 +21,10 @@ from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
 from roam.runtime.compile import Step
 from roam.runtime.divergence import DifferentOperator, digest, eager_values, first_different
-from roam.state.arguments import flatten_with_paths
+from roam.state.arguments import argument_path, flatten_with_paths
 from roam.state.containers import MappingSpace
 from roam.state.discovery import reach_of
-from roam.state.equality import is_numpy_array, is_plain, same, show
+from roam.state.equality import MISSING, is_numpy_array, is_plain, same, show
 from roam.state.global_flags import Switches
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
 from roam.state.reach import Reach
@@ -232,7 +232,7 @@ class _Trial:
                 start.restore()
                 differences: list[Difference] = []
                 for number, expected in enumerate(eager, 1):
-                    found = self._after(planned(*self.args, **self.kwargs))
+                    found = self._after(*self._called(planned))
                     path = self._first_different(expected, found)
                     if path is not None and not planned.joins_processes:
                         return self._different(start, number, path, expected, found)
@@ -252,14 +252,21 @@ class _Trial:
         """What each of so many steps leaves; `seen` gets what reaches Python in the first."""
         for place in range(steps):
             with nullcontext() if place or seen is None else watching(seen):
-                result = self._eager_step()
-            yield self._after(result)
+                called = self._eager_step()
+            yield self._after(*called)
 
-    def _eager_step(self) -> Any:
+    def _eager_step(self) -> tuple[Any, Any]:
         try:
-            return self.function(*self.args, **self.kwargs)
+            return self._called(self.function)
         except Exception as error:
             raise _Eagerly from error
+
+    def _called(self, function: Callable[..., Any]) -> tuple[Any, Any]:
+        """What a function returns, and the arguments: each call has lists and dictionaries of its
+        own, since it may change them.
+        """
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (self.args, self.kwargs))
+        return function(*args, **kwargs), (args, kwargs)
 
     def _different(
         self, start: _Kept, number: int, path: str, expected: _Values, found: _Values
@@ -296,13 +303,13 @@ class _Trial:
     def _operator(self, start: _Kept, number: int) -> DifferentOperator | None:
         start.restore()
         for _ in range(number - 1):
-            self.function(*self.args, **self.kwargs)
-        expected = eager_values(lambda: self.function(*self.args, **self.kwargs))
+            self._called(self.function)
+        expected = eager_values(lambda: self._called(self.function))
         start.restore()
         planned = self.compiled()
         for _ in range(number - 1):
-            planned(*self.args, **self.kwargs)
-        program, values = planned.watched(*self.args, **self.kwargs)
+            self._called(planned)
+        (program, values), _ = self._called(planned.watched)
         return first_different(number, program, values, expected)
 
     def _reach(self) -> Reach:
@@ -320,10 +327,19 @@ class _Trial:
                 return path
         return None
 
-    def _after(self, result: Any) -> _Values:
-        """Everything that a step leaves, by path; what it returned comes first."""
+    def _after(self, result: Any, arguments: Any) -> _Values:
+        """Everything that a step leaves, by path; what it returned comes first, then what it has
+        put in lists and dictionaries among its arguments.
+        """
         leaves, _ = flatten_with_paths(result)
         values = {"result" + pytree.keystr(keys): _value("results", leaf) for keys, leaf in leaves}
+        before, now = (
+            {argument_path(keys): leaf for keys, leaf in flatten_with_paths(one)[0]}
+            for one in ((self.args, self.kwargs), arguments)
+        )
+        for path in before | now:
+            if before.get(path, MISSING) is not now.get(path, MISSING):
+                values[path] = _value("results", now.get(path))
         reach = self._reach()
         optimized = {id(item) for _, optimizer in reach.optimizers for group in optimizer.param_groups for item in group["params"]}  # fmt: skip
         known: dict[int, _Value] = {}

@@ -770,6 +770,7 @@ class Step:
                 choice,
                 options if place == 0 else replace(options, cuda_graph=False),  # it runs once
                 taker=step.arguments.taker,
+                is_state=step.guards.holds,
                 guards=guards,
             )
             for place, (variant, choice) in enumerate(zip(variants, choices, strict=True))

@@ -34,6 +34,8 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
+from roam.state.changed_arguments import Left, check_changeable
+from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Difference, changed, same, show
 from roam.state.references import (
     ArgumentReference,
@@ -91,16 +93,18 @@ class Runner:
         options: Options,
         *,
         taker: Taker,
+        is_state: Callable[[object], bool],
         guards: Iterable[StateGuard] = (),
     ) -> None:
         """Prepares the runs.
 
         Args:
             choice: how the variant runs.
+            is_state: whether a list or dictionary is part of the step's state.
             guards: guards of other runners. If one of them compares the same, it is shared.
         """
         self.name = variant.name
-        self._taker = taker
+        self._taker, self._is_state = taker, is_state
         self.choice = choice
         program = self._program = choice.program
         self.plan = choice.plan
@@ -169,6 +173,9 @@ class Runner:
         state = StateGuard(expected, program.state_keys)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
+        leaves, spec = program.result
+        left: Left = pytree.tree_unflatten(leaves, spec)
+        self._changes = left.changes
         self._rates = [
             (place, reference)
             for place, reference in enumerate(self._references)
@@ -262,6 +269,7 @@ class Runner:
             leaves = self._taker.take(args, kwargs).leaves
             inputs = self._inputs.read(leaves)
             self._check_inputs(inputs)
+            check_changeable(self._changes, (args, kwargs), self._is_state)
             if (busy := unsettled()) is not None:
                 raise ExecutionError(
                     f"an earlier step failed on this rank, and {busy} may still write into its "
@@ -333,7 +341,8 @@ class Runner:
                 host_call.scheduler.step(*arguments, **keywords)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
-        return pytree.tree_unflatten(result, program.result[1])
+        left: Left = pytree.tree_unflatten(result, program.result[1])
+        return leave_arguments(left, (args, kwargs))
 
     def _joined(
         self, leaves: list[Any], result: list[Any], rebinds: list[Any]

@@ -68,7 +68,9 @@ def deep_copier(
             storages.setdefault(c_pointer(fake.untyped_storage()), made)
             made.requires_grad_(fake.requires_grad)
             if fake.grad is not None:
-                made.grad = fake.grad.__deepcopy__(memo)  # not by itself: a circle outlives the step
+                made.grad = fake.grad.__deepcopy__(
+                    memo
+                )  # not by itself: a circle outlives the step
         memo[id(fake)] = made
         if real is not None:
             memo[id(real)] = made

@@ -18,6 +18,7 @@ from roam.capture.tracing.schedulers import TWO_WAYS, may_change
 from roam.errors import CaptureError
 from roam.program.ir import History, Program, Ref
 from roam.state.attribute_reads import ReadMore
+from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, is_plain, same, show
 from roam.state.made_objects import opened
@@ -162,7 +163,11 @@ class Before:
 
 
 def record_endings(
-    fake_state: FakeState, recorder: Recorder, before: Before, arguments: Any, result: Any
+    fake_state: FakeState,
+    recorder: Recorder,
+    before: Before,
+    arguments: Any,
+    left: Left,
 ) -> None:
     """Records in the program what a step that has been traced leaves.
 
@@ -170,7 +175,8 @@ def record_endings(
         fake_state: as the step has left it.
         recorder: of the step's operators.
         before: what was there before the step.
-        arguments, result: of the step, with fakes.
+        arguments: of the step, with fakes.
+        left: what it returns, and has done to its arguments.
 
     Raises:
         CaptureError: a plan could not leave the same.
@@ -183,14 +189,14 @@ def record_endings(
                 f"the step removes {reference.path}; assign another value instead",
                 code="owner_removed",
             )
-    _check_tuples(fake_state, (arguments, result))
+    _check_tuples(fake_state, (arguments, left))
     _check_renewed(before.renewed)
     _check_elsewhere(before.elsewhere, fake_state.state_elsewhere())
     recorder.finish()
     fake_state.regions.check()
     check_updated(fake_state)
     with fake_state.classes_told():
-        _results(fake_state, recorder, result)
+        _results(fake_state, recorder, left, arguments if left.changes else ())
     _check_literals(fake_state, recorder)
     _keep_lists(before.plain)
     _endings(fake_state, recorder, before.tensors, before.renewed)
@@ -202,7 +208,7 @@ def record_endings(
     )
     _rate_endings(fake_state, recorder)
     _entry_endings(fake_state, recorder, before.entries)
-    _attribute_endings(fake_state, recorder, arguments, result)
+    _attribute_endings(fake_state, recorder, arguments, left)
     _number_endings(
         fake_state,
         recorder,
@@ -263,10 +269,16 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
                 )
 
 
-def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
-    """What the step returns: tensors and live numbers by slot, plain values as they are."""
+def _results(fake_state: FakeState, recorder: Recorder, result: Any, restored: Any) -> None:
+    """What the step returns, and has put among its arguments: tensors and live numbers by slot,
+    plain values as they are.
+
+    Args:
+        restored: arguments whose lists and dictionaries hold again what they did before the step.
+    """
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
     known = known_objects(fake_state)
+    known.update(id(one) for one in _containers(restored) if not isinstance(one, tuple))
     if any(id(one) in known for one in changeable):
         raise CaptureError(
             "the step returns a list or dictionary from before the step, and a plan would return "
@@ -298,8 +310,8 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
             references.append(leaf)
         else:
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__}; it may return tensors, numbers, the containers that "
-                "torch.utils._pytree knows, and objects that it makes of these",
+                f"the step returns a {type(leaf).__name__}, or puts it in a list or dictionary among its arguments; it may "
+                "return tensors, numbers, the containers that torch.utils._pytree knows, and objects that it makes of these",
                 code="result",
             )
         histories.append(history)
@@ -865,12 +877,14 @@ class NumbersChange(Exception):
 
 
 class ArgumentsChange(Exception):
-    """A step changes a container among its arguments, or an object that has been taken apart."""
+    """A step changes a container among its arguments in a way that `changed_arguments` does not
+    record, or an object that has been taken apart.
+    """
 
     def refusal(self) -> CaptureError:
         """What to raise if there is no such object."""
         return CaptureError(
-            "the step changes a list or dictionary among its arguments in a way that a plan cannot repeat; let it "
-            "work on a copy",
+            "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
+            "dictionary there a key that is not made of plain values; let it work on a copy",
             code="moved",
         )

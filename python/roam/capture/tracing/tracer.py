@@ -37,6 +37,8 @@ from roam.capture.tracing.source_location import (
 from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
 from roam.program.ir import Program
+from roam.state.arguments import Taken
+from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.references import (
@@ -151,6 +153,7 @@ def trace(
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
+            containers = Containers((args, kwargs))
             fake_state.regions.run_begins()
             try:
                 result = _run(step, args, kwargs)
@@ -160,11 +163,8 @@ def trace(
             reductions.check()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
-        with fake_state.classes_told():
-            taken = fake_state.taker.take(args, kwargs)
-        if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
-            raise ArgumentsChange
-        record_endings(fake_state, recorder, before, (args, kwargs), result)
+        left = _left(fake_state, containers, given, (args, kwargs), result)
+        record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
         fake_state.end_histories(before.placed)
@@ -189,6 +189,24 @@ def trace(
         for entry in fake_state.entries().keys() - before.entries.keys():
             entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         fake_state.forget_values()
+
+
+def _left(
+    fake_state: FakeState, containers: Containers, given: Taken, arguments: Arguments, result: Any
+) -> Left:
+    """What the step returns, and what it has done to lists and dictionaries among its arguments,
+    which are then as before.
+    """
+    try:
+        left = containers.left(result)
+    except Unrecordable:
+        raise ArgumentsChange from None
+    with fake_state.classes_told():
+        taken = fake_state.taker.take(*arguments)
+    is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
+    if not is_restored or (left.changes and fake_state.taker.opened):
+        raise ArgumentsChange
+    return left
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,246 @@
+"""Lists and dictionaries among a call's arguments that a step changes, as `batch.pop("labels")`
+does.
+
+A trace has containers of its own, so nothing of the call's changes then. What a step has done to
+them is recorded beside its result, and each run does the same to the containers of its call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from roam.errors import ExecutionError
+from roam.state.equality import is_plain
+from roam.torch_compat.private import pytree
+
+_DICTIONARIES: Final = (dict, OrderedDict, defaultdict)
+_NEW: Final = -1
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Unrecordable(Exception):
+    """A container has changed in a way that no run could repeat."""
+
+
+class Change(NamedTuple):
+    """What has become of one list or dictionary. A node of PyTorch's pytree, as results are.
+
+    Attributes:
+        path: where it is in the pair of positional and keyword arguments.
+        kept: of a dictionary its keys, in order; of a list the former index of each item, or -1.
+        put: by key or index what has been put there.
+    """
+
+    path: tuple[Any, ...]
+    kept: list[Any]
+    put: dict[Any, Any]
+
+
+class Given(NamedTuple):
+    """Stands for a list or dictionary of the call's, at a path as in `Change`, in what a step
+    returns or puts in another one.
+    """
+
+    path: tuple[Any, ...]
+
+
+class Left(NamedTuple):
+    """What a step returns, and what it has done to its arguments; `has_given` says whether there
+    is any `Given` in it.
+    """
+
+    result: Any
+    changes: list[Change]
+    has_given: bool
+
+
+class Containers:
+    """The lists and dictionaries among arguments, as they are before a step.
+
+    Args:
+        arguments: of a trace. Containers within others count too, if these are lists, tuples or
+            dictionaries.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self._held = [
+            (path, container, _entries(container)) for path, container in _containers(arguments)
+        ]
+
+    def left(self, result: Any) -> Left:
+        """What a step that returns a result has left; the containers are then as before the step.
+
+        Raises:
+            Unrecordable: a dictionary has keys that are not plain values.
+        """
+        others = [
+            (path, container, entries, now)
+            for path, container, entries in self._held
+            if not _are_same(entries, now := _entries(container))
+        ]
+        changes = [
+            _change(path, type(container) is list, before, now)
+            for path, container, before, now in others
+        ]
+        for _, container, before, _ in others:
+            _fill(container, before)
+        if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
+            raise Unrecordable
+        naming = _Naming({id(container): path for path, container, _ in self._held})
+        result = naming.named(result)
+        changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
+        if not all(is_plain(key) for path in naming.met for key in path):
+            raise Unrecordable
+        return Left(result, changes, bool(naming.met))
+
+
+class _Naming:
+    """Names containers of the call's in others, of which it makes new ones. What holds none stays
+    the same object.
+    """
+
+    def __init__(self, paths: dict[int, tuple[Any, ...]]) -> None:
+        self.met: list[tuple[Any, ...]] = []
+        self._paths = paths
+        self._made: dict[int, Any] = {}
+
+    def named(self, value: Any) -> Any:
+        if (path := self._paths.get(id(value))) is not None:
+            self.met.append(path)
+            return Given(path)
+        kind = type(value)
+        is_tuple = kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_make"))
+        if kind not in (list, *_DICTIONARIES) and not is_tuple:
+            return value
+        if id(value) not in self._made:
+            entries = list(value.items() if kind in _DICTIONARIES else enumerate(value))
+            named = [(key, self.named(part)) for key, part in entries]
+            if _are_same(entries, named):
+                self._made[id(value)] = value
+            elif kind in _DICTIONARIES:
+                self._made[id(value)] = made = copy.copy(value)
+                made.update(named)
+            else:
+                parts = [part for _, part in named]
+                self._made[id(value)] = kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+        return self._made[id(value)]
+
+
+def check_changeable(
+    changes: list[Change], arguments: Arguments, is_state: Callable[[object], bool]
+) -> None:
+    """Looks, before a run, at the lists and dictionaries that it will change.
+
+    Args:
+        is_state: whether one of them is part of the step's state.
+
+    Raises:
+        ExecutionError: one of them is in two places, where the trace had two containers (code
+            ``sharing``).
+    """
+    places = Counter(id(container) for _, container in _containers(arguments))
+    for change in changes:
+        container = _at(arguments, change.path)
+        if places[id(container)] > 1 or is_state(container):
+            raise ExecutionError(
+                "the step changes a list or dictionary that is in several places among its "
+                "arguments and its state; pass a copy",
+                code="sharing",
+            )
+
+
+def leave(left: Left, arguments: Arguments) -> Any:
+    """Does to a call's containers what the step has done to those of its trace.
+
+    Returns:
+        What the step returns.
+    """
+    result, changes, has_given = left
+
+    def put_in(value: Any) -> Any:
+        return _at(arguments, value.path) if type(value) is Given else value
+
+    def with_given(tree: Any) -> Any:
+        if not has_given:
+            return tree
+        return pytree.tree_map(put_in, tree, is_leaf=lambda value: type(value) is Given)
+
+    result = with_given(result)
+    filled = []
+    for path, kept, put in changes:
+        container, now = _at(arguments, path), with_given(put)
+        entries = (
+            [(key, now[key] if key in now else container[key]) for key in kept]
+            if type(container) is not list
+            else [
+                (index, now[index] if old == _NEW else container[old])
+                for index, old in enumerate(kept)
+            ]
+        )
+        filled.append((container, entries))
+    for container, entries in filled:
+        _fill(container, entries)
+    return result
+
+
+def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if type(value) is list or type(value) in _DICTIONARIES:
+        yield path, value
+    if type(value) in _DICTIONARIES:
+        for key, part in value.items():
+            yield from _containers(part, (*path, key))
+    elif isinstance(value, tuple) or type(value) is list:
+        for index, part in enumerate(value):
+            yield from _containers(part, (*path, index))
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    return list(enumerate(container) if type(container) is list else container.items())
+
+
+def _fill(container: Any, entries: list[tuple[Any, Any]]) -> None:
+    if type(container) is list:
+        container[:] = [value for _, value in entries]
+    else:
+        container.clear()
+        container.update(entries)
+
+
+def _are_same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    return len(one) == len(other) and all(
+        key == other_key and value is other_value
+        for (key, value), (other_key, other_value) in zip(one, other, strict=True)
+    )
+
+
+def _change(
+    path: tuple[Any, ...], is_list: bool, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]
+) -> Change:
+    if not is_list:
+        held = dict(before)
+        put = {key: value for key, value in now if key not in held or held[key] is not value}
+        return Change(path, [key for key, _ in now], put)
+    left = dict(before)
+    kept = []
+    for index, value in now:
+        old = index if left.get(index, left) is value else _NEW
+        if old == _NEW:
+            old = next((place for place, one in left.items() if one is value), _NEW)
+        left.pop(old, None)
+        kept.append(old)
+    return Change(path, kept, {index: value for index, value in now if kept[index] == _NEW})
+
+
+def _at(arguments: Arguments, path: tuple[Any, ...]) -> Any:
+    value: Any = arguments
+    for key in path:
+        value = value[key]
+    return value
+
+
+__all__ = ["Arguments", "Change", "Containers", "Left", "Unrecordable", "check_changeable", "leave"]

@@ -1,0 +1,353 @@
+"""Steps that change lists and dictionaries among their arguments, as `batch.pop("labels")` does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roam
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def batch(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(4, 8, generator=generator) for _ in range(2))
+    return {
+        "x": x,
+        "labels": torch.arange(4) % 3,
+        "names": ["a", "b"],
+        "weight": 0.5 + seed,
+        "more": OrderedDict(y=y, parts=[x, y, y[:2]], counts=defaultdict(int, n=2)),
+    }
+
+
+class Task:
+    """A model with its optimizer; `step` does with each batch what `change` says."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 3)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.change = change
+
+    def step(self, batch: Any) -> Any:
+        self.optimizer.zero_grad()
+        result = self.change(self.net, batch)
+        loss = self.net(batch.get("x", torch.ones(4, 8))).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return result, loss.detach()
+
+
+def pops(net: Any, batch: Any) -> Any:
+    return F.cross_entropy(net(batch.pop("x")), batch.pop("labels")).detach()
+
+
+def deletes_and_clears(net: Any, batch: Any) -> None:
+    del batch["labels"]
+    batch["more"]["parts"].clear()
+    batch["more"].popitem(last=False)
+
+
+def moves_to_a_device(net: Any, batch: Any) -> None:
+    for key in batch:
+        if isinstance(batch[key], torch.Tensor):
+            batch[key] = batch[key].to("cpu")
+    batch["x"] = batch["x"].to(torch.float64).float()
+
+
+def keeps_outputs(net: Any, batch: Any) -> Any:
+    batch["logits"] = net(batch["x"])
+    batch["detached"] = batch["logits"].detach()
+    batch["weight"] = batch["weight"] * 2
+    return batch["logits"]
+
+
+def changes_lists(net: Any, batch: Any) -> None:
+    parts = batch["more"]["parts"]
+    parts.append(net(parts[0]).detach())
+    parts.insert(0, parts.pop())
+    parts.reverse()
+    batch["names"][0] = "c"
+    batch["names"] += ["d"]
+
+
+def sets_again_what_is_there(net: Any, batch: Any) -> None:
+    batch["x"] = batch["x"]
+    batch["names"] = batch["names"]
+
+
+def changes_the_order(net: Any, batch: Any) -> None:
+    batch["x"] = batch.pop("x")
+    batch["more"].move_to_end("y")
+
+
+def asks_a_dictionary_with_defaults(net: Any, batch: Any) -> int:
+    batch["more"]["counts"]["n"] += 1
+    return batch["more"]["counts"]["m"]  # type: ignore[no-any-return]
+
+
+def puts_new_containers(net: Any, batch: Any) -> None:
+    batch["new"] = {"pair": Pair(batch["x"] * 2, [batch["labels"], "text"]), "net": net.weight}
+    batch.setdefault("kept", []).append(batch["new"]["pair"].one)
+
+
+def puts_containers_elsewhere(net: Any, batch: Any) -> Any:
+    batch["parts"] = batch["more"].pop("parts")
+    batch["twice"] = batch["parts"]
+    return batch["more"]
+
+
+def returns_the_batch(net: Any, batch: Any) -> Any:
+    batch["loss"] = net(batch["x"]).mean().detach()
+    return Pair(batch, {"names": batch["names"]})
+
+
+def returns_it_unchanged(net: Any, batch: Any) -> Any:
+    return [batch, batch["more"]["parts"]]
+
+
+CHANGES = [
+    pops,
+    deletes_and_clears,
+    moves_to_a_device,
+    keeps_outputs,
+    changes_lists,
+    sets_again_what_is_there,
+    changes_the_order,
+    asks_a_dictionary_with_defaults,
+    puts_new_containers,
+    puts_containers_elsewhere,
+    returns_the_batch,
+    returns_it_unchanged,
+]
+
+
+def described(value: Any, names: dict[int, str], path: str = "made") -> Any:
+    """Classes, keys, bits, and which objects are one and the same, as far as `names` knows."""
+    if isinstance(value, (torch.Tensor, list, dict)):
+        named = names.setdefault(id(value), path)
+        if named != path:
+            return named
+    if isinstance(value, torch.Tensor):
+        return path, str(value.dtype), value.requires_grad, value.tolist()
+    if isinstance(value, dict):
+        parts = [(key, described(part, names, f"{path}.{key}")) for key, part in value.items()]
+        return path, type(value), parts
+    if isinstance(value, (list, tuple)):
+        parts = [(n, described(part, names, f"{path}.{n}")) for n, part in enumerate(value)]
+        return path, type(value), parts
+    return value
+
+
+def left_by(run: Callable[..., Any], numbers: range) -> list[Any]:
+    found = []
+    for number in numbers:
+        given = batch(number)
+        names: dict[int, str] = {}
+        described(given, names, "given")
+        before = [given, *given.values(), *given["more"].values()]
+        result = run(given)
+        found.append([described(value, names) for value in (given, result)])
+        del before
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_arguments_and_results_are_eagers(change: Callable[..., Any]) -> None:
+    eager, task = Task(change), Task(change)
+    step = roam.compile(task.step)
+    assert left_by(step, range(4)) == left_by(eager.step, range(4))
+    assert len(step.plans) <= 2
+    for one, other in zip(task.net.parameters(), eager.net.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_names_that_are_not_read_need_no_plan_of_their_own() -> None:
+    task = Task(pops)
+    step = roam.compile(task.step)
+    for number in range(5):
+        step(batch(number) | {"path": f"{number}.png", "number": number})
+    assert len(step.plans) <= 3
+
+
+def test_an_output_in_the_batch_has_a_history() -> None:
+    task = Task(keeps_outputs)
+    step = roam.compile(task.step)
+    for number in range(3):
+        given = batch(number)
+        result, _ = step(given)
+        assert given["logits"] is result
+        assert given["logits"].requires_grad
+        assert not given["detached"].requires_grad
+
+
+def test_metrics_that_every_call_is_given_again() -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net, metrics = nn.Linear(8, 3), dict[str, Any]()
+
+        def step(x: torch.Tensor, metrics: dict[str, Any], net: nn.Module = net) -> None:
+            loss = net(x).square().mean()
+            loss.backward()
+            metrics["sum"] = metrics.get("sum", 0.0) + loss.detach()
+            metrics["last"] = loss.detach()
+
+        run: Any = roam.compile(step) if compiles else step
+        for number in range(5):
+            run(batch(number)["x"], metrics)
+        found.append({name: value.tolist() for name, value in metrics.items()})
+    assert found[0] == found[1]
+
+
+def test_a_batch_of_keywords_and_one_within_a_tuple() -> None:
+    net = nn.Linear(8, 3)
+
+    def step(pair: Any, *, batch: Any) -> Any:
+        loss = net(batch.pop("x") + pair[0].pop(1)).mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled = roam.compile(step)
+    for number in range(3):
+        one, two = batch(number), [batch(9)["x"], batch(8)["x"]]
+        first = two[0]
+        compiled((two, 1), batch=one)
+        assert "x" not in one
+        assert len(two) == 1
+        assert two[0] is first
+
+
+def test_one_dictionary_in_two_places_is_refused_before_anything_runs() -> None:
+    net = nn.Linear(8, 3)
+
+    def step(one: Any, other: Any) -> Any:
+        (net(one.pop("x")).sum() + other["labels"].sum()).backward()
+
+    compiled = roam.compile(step)
+    compiled(batch(0), batch(1))
+    before = net.weight.grad.clone()
+    given = batch(2)
+    with pytest.raises(roam.ExecutionError, match="in several places") as caught:
+        compiled(given, given)
+    assert caught.value.code == "sharing"
+    assert "x" in given
+    assert torch.equal(net.weight.grad, before)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("name", ["own", "group"])
+def test_a_dictionary_of_the_steps_state_is_refused_before_anything_runs(
+    name: str, is_late: bool
+) -> None:
+    torch.manual_seed(0)
+    net, own = nn.Linear(8, 3), {"lr": 1.0}
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    given = {"own": own, "group": optimizer.param_groups[0]}[name]
+
+    def step(x: Any, values: dict[str, Any]) -> Any:
+        values["lr"] = 0.5
+        optimizer.zero_grad()
+        loss = net(x).square().mean() * own["lr"]
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = roam.compile(step)
+    if is_late:
+        compiled(torch.ones(2, 8), dict(given))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(roam.ExecutionError, match="arguments and its state") as caught:
+        compiled(torch.ones(2, 8), given)
+    assert caught.value.code == "sharing"
+    assert given["lr"] == 1.0
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize("kind", [deque, set])
+def test_other_containers_are_refused(kind: Any) -> None:
+    net = nn.Linear(8, 3)
+
+    def step(x: Any, numbers: Any) -> Any:
+        numbers.pop()
+        net(x).sum().backward()
+
+    numbers = kind([1, 2, 3])
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(step)(torch.ones(2, 8), numbers)
+    assert caught.value.code == "moved"
+    assert len(numbers) == 3
+
+
+def test_a_module_in_the_batch_is_refused() -> None:
+    def put(net: Any, batch: Any) -> None:
+        batch["net"] = net
+
+    given = batch(0)
+    with pytest.raises(roam.CaptureError, match="puts it in a list or dictionary") as caught:
+        roam.compile(Task(put).step)(given)
+    assert caught.value.code == "result"
+    assert "net" not in given
+
+
+def test_an_object_that_holds_the_changed_batch_is_refused() -> None:
+    class Holder:
+        def __init__(self, batch: Any) -> None:
+            self.batch = batch
+
+    def hold(net: Any, batch: Any) -> Any:
+        batch.pop("labels")
+        return Holder(batch)
+
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(Task(hold).step)(batch(0))
+    assert caught.value.code == "result"
+
+
+def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
+    def check(net: Any, batch: Any) -> None:
+        batch.pop("labels")
+        if batch["x"].sum() > 1e3:
+            raise ValueError("too large")
+
+    found = []
+    for compiles in (False, True):
+        task = Task(check)
+        run = roam.compile(task.step) if compiles else task.step
+        for number in range(3):
+            run(batch(number))
+        given = batch(0)
+        given["x"] += 1e3
+        with pytest.raises(ValueError, match="too large"):
+            run(given)
+        found.append(list(given))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("change", [pops, returns_the_batch, changes_lists])
+def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -> None:
+    given = batch(0)
+    keys = list(given), list(given["names"])
+    comparison = roam.compare(Task(change).step, given)
+    assert comparison.equal, comparison
+    assert (list(given), list(given["names"])) == keys
+
+
+def test_compare_sees_what_differs_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, _: left.result)
+    for change, path in ((pops, "args[0]['x']"), (keeps_outputs, "args[0]['weight']")):
+        comparison = roam.compare(Task(change).step, batch(0))
+        assert comparison.outcome == "different"
+        assert comparison.difference is not None
+        assert comparison.difference.path == path
