@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sweep: has many cases of one kind; `make sweep` runs all, others one in four"
     )
+    config.addinivalue_line(
+        "markers", "long: a long case of what shorter tests check too; only `make sweep` runs it"
+    )
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]
     if device := config.getoption("--device"):
@@ -69,7 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: Counter[str] = Counter()
     left_out = []
     for item in items:
-        if item.get_closest_marker("sweep"):
+        if item.get_closest_marker("long") and EVERY > 1:
+            left_out.append(item)
+        elif item.get_closest_marker("sweep"):
             function = item.nodeid.partition("[")[0]
             # Another one of each group, so that all values of the last parameter come up.
             group, place = divmod(seen[function], EVERY)

@@ -195,6 +195,7 @@ def expected_training(name: str) -> list[Any]:
 
 
 # Dynamo looks for the gradient of a tensor that has none.
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("options", [{}, POISONED], ids=["default", "pool"])
 @pytest.mark.parametrize("name", TRAININGS)

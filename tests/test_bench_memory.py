@@ -115,6 +115,7 @@ def test_training_keeps_the_budget_and_the_bits(
     assert f"within the budget in {len(found)} of {len(found)}" in memory.totals_line(made)
 
 
+@pytest.mark.long
 def test_offloading_stands_beside_recomputation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def by_optimizer(
     return step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("update", UPDATES)
 def test_optimizers_that_branch_on_values_give_eagers_bits(

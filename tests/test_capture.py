@@ -199,6 +199,7 @@ class TestTheGraph:
 
 
 class TestLeavesNoMark:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("name", TRAININGS)
     def test_on_models_optimizers_and_generators(self, name: str) -> None:
         torch.manual_seed(0)

@@ -439,6 +439,7 @@ def test_version_and_help() -> None:
         assert "exit codes:" in run(*command, "--help", check=True).stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -475,6 +476,7 @@ def test_a_model_of_the_zoo(
     assert cli.main(["verify", graph, plan]) == 0
 
 
+@pytest.mark.long
 def test_hash_seeds_and_threads_change_no_file(tmp_path: Path) -> None:
     # The process that is copied has a seed by chance.
     code = "import sys; from roam.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -493,6 +495,7 @@ def test_hash_seeds_and_threads_change_no_file(tmp_path: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.long
 def test_gpt2_xl_is_planned_near_its_bound_in_little_memory() -> None:
     values = json.loads(run("plan", "gpt2-xl", "--json", check=True).stdout)
     assert values["operators"] >= 10_000

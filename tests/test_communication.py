@@ -51,6 +51,7 @@ def by_kind(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in values["communication"]["collectives"]}
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module"
 )  # what tensor parallelism returns is a view

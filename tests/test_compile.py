@@ -103,6 +103,7 @@ class TestReferences:
 
         both(script)
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("form", ["planned", "eager"])
     def test_save_stop_load_and_go_on_in_a_new_process(self, form: str, tmp_path: Path) -> None:
         """Two processes of ten steps are one run of twenty, whichever way the first ten were

@@ -391,6 +391,7 @@ def test_arguments_that_die_in_a_region_are_freed_inside(
         assert memory.total_bytes < (3.5 if in_place else 2.5) * x.nbytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Block, Normed])
 def test_what_nobody_has_compiled_before(kind: Any, tmp_path: Any) -> None:
     torch._dynamo.reset()

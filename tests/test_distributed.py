@@ -906,6 +906,7 @@ LEFT_S = 30
 """When one rank has left, all others have an error within so many seconds."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("function", "codes", "text"),
     [
@@ -1129,6 +1130,7 @@ def updated_beside(rank: int, world: int, as_views: bool) -> tuple[list[int], li
     return found, plans[2:], "none"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("as_views", [False, True])
 def test_updates_and_evaluations_beside_a_module_have_eager_bits(
     ranks: Ranks, as_views: bool
@@ -1240,6 +1242,7 @@ def with_buffers(rank: int, world: int, function: Any, is_evaluated: bool) -> tu
     return differences(trained(lambda step: step), trained(roam.compile)), captured
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("function", [across_calls, two_forward_passes])
 def test_modules_with_buffers_need_few_plans(

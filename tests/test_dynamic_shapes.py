@@ -261,6 +261,7 @@ def _packed(model: Any, x: Any, lengths: Any) -> Any:
 
 
 class TestPackedSequences:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
     def test_of_every_layer(self, kind: Any) -> None:
         same(
@@ -269,6 +270,7 @@ class TestPackedSequences:
             kind(4, 5, num_layers=2, bidirectional=True, dropout=0.3, batch_first=True),
         )
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize(
         "body",
         [
@@ -346,6 +348,7 @@ class TestPackedSequences:
 
 
 class TestCtcLoss:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
     @pytest.mark.parametrize("as_given", [lambda lengths: lengths, torch.Tensor.tolist])
     @pytest.mark.parametrize("is_flat", [True, False])

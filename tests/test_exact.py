@@ -140,6 +140,7 @@ def test_cbc_closes_gaps_of_layouts(children: list[Watched]) -> None:
     assert not any(is_running(child.number) for child in children)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["irregular-100-open", "aligned-24-wide"])
 def test_the_same_plan_every_time(name: str) -> None:
     graph = roam.Graph.load(INSTANCES / f"{name}.json.gz")
@@ -157,6 +158,7 @@ def test_nothing_is_started_for_nothing(children: list[Watched]) -> None:
     assert children == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSEGV], ids=["killed", "crashed"])
 def test_a_process_that_dies_costs_its_answer_alone(
     kill: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: list[Watched]
@@ -185,6 +187,7 @@ def test_a_process_that_dies_costs_its_answer_alone(
     assert plan.peak_bytes == roam.optimize(graph, exact="off").peak_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -216,6 +219,7 @@ def test_an_interpreter_that_cannot_be_started_is_no_solver(
         assert roam.optimize(hard_graph()).exact["status"] == "unavailable"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "answer", ["", "{}", '{"solved": {"values": [1], "bound": 1e300}}', "\\xff", "[" * 100_000]
 )

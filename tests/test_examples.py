@@ -79,6 +79,7 @@ def test_an_example_is_short_and_roam_changes_few_lines_of_it(name: str) -> None
     assert 2 <= len(lines) <= 3
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # an import of a library may warn
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
@@ -108,6 +109,7 @@ def environments(world: int, port: int) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PROCESSES)
 def test_two_processes_train_with_eagers_bits(name: str, tmp_path: Path) -> None:
     script = FOLDER / name

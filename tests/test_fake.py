@@ -135,6 +135,7 @@ def check_library(library: Any) -> None:
     assert library.table(5).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("how", ["to", "bfloat16", "to_both", "twice"])
 def test_models_that_are_moved_and_cast(device: str, how: str) -> None:

@@ -353,6 +353,7 @@ def test_roam_compiles_blocks_that_are_sharded(ranks: Ranks) -> None:
     assert ranks.run(compiled_by_roam) == [True] * ranks.world
 
 
+@pytest.mark.sweep
 @FOUR
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_sums_of_four_ranks_whose_order_shows(ranks: Ranks, kind: str) -> None:
@@ -369,6 +370,7 @@ def test_gradients_that_are_left_are_refused(ranks: Ranks) -> None:
     assert ranks.run(refused) == [("fully_shard", True)] * ranks.world
 
 
+@pytest.mark.sweep
 @FOUR
 @pytest.mark.parametrize(
     ("way", "step", "steps"), [("sequence", update_twice, 6), ("layers", update_of_layers, 4)]
@@ -378,6 +380,7 @@ def test_spread_layers_that_are_sharded_too(ranks: Ranks, way: str, step: Any, s
     assert found == [""] * ranks.world
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("processes", "make", "step"),
     [(2, sharded, update), (4, one_block_sharded_twice, update_twice)],
@@ -389,6 +392,7 @@ def test_a_checkpoint_is_loaded_and_training_goes_on(
     assert ranks.run(saved_and_loaded, str(tmp_path), make, step) == [True] * ranks.world
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("processes", "make", "step"),
     [(2, sharded, update), (4, one_block_sharded_twice, update_twice)],

@@ -258,6 +258,7 @@ def test_each_part_is_a_region() -> None:
     assert step.memory().total_bytes > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [OneBreak, InLoop])
 def test_parts_that_are_compiled_for_all_sizes(kind: Any) -> None:
     assert_same(kind, [16, 16, 24, 16, 32])
@@ -411,6 +412,7 @@ def fails(kind: Any, **options: Any) -> roam.CaptureError:
     return caught.value
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [

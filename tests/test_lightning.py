@@ -164,6 +164,7 @@ def test_a_run_leaves_the_same_bits(kind: Any, options: dict[str, Any], tmp_path
     assert len(steps[0].plans) <= 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Automatic, Manual])
 def test_a_run_goes_on_from_a_checkpoint(kind: Any, tmp_path: Path) -> None:
     found = []
@@ -197,6 +198,7 @@ def test_a_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert measured.steps == 6
 
 
+@pytest.mark.long
 def test_a_step_that_reads_the_batch_index_has_a_plan_for_each(tmp_path: Path) -> None:
     class Reads(Automatic):
         def training_step(self, batch, batch_idx):

@@ -208,6 +208,7 @@ class TestRecipesOfTorchtune:
     def test_optimizers_in_the_backward_pass(self) -> None:
         both(self.in_backward)
 
+    @pytest.mark.long
     def test_optimizers_in_the_backward_pass_within_a_budget(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -139,6 +139,7 @@ def checkpointed(wrap: Callable[[Any], Any]) -> Any:
     return train(Recomputing(), wrap, batches)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("script", [scaled, branching, checkpointed])
 def test_scalers_branches_and_checkpoints_have_eagers_bits(
@@ -241,6 +242,7 @@ def local_share(share: float) -> int:
     return plan.persistent_bytes + int(share * (plan.total_bytes - plan.persistent_bytes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("share", "pool"), [(0.8, None), (0.6, False)])
 def test_a_budget_is_kept_as_measured_whatever_other_steps_did_to_the_pool(
     share: float, pool: bool | None
@@ -308,6 +310,7 @@ def with_a_scaler() -> Training:
     return Training(step, (*made.objects, scaler), made.batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make", "share"), [(accumulating, "60%"), (with_a_scaler, "75%")])
 def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training], share: str) -> None:
     steps: list[roam.Step] = []
@@ -384,6 +387,7 @@ def test_a_program_that_is_not_the_plans_is_refused(monkeypatch: pytest.MonkeyPa
     assert caught.value.code == "self_check"
 
 
+@pytest.mark.long
 def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
     budget_bytes = hard_limit.eager_bytes(16) // 3
     steps: list[roam.Step] = []
@@ -423,6 +427,7 @@ def test_the_system_may_give_no_more_than_the_budget() -> None:
     assert planned["planned_bytes"] <= budget_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "pool"), [*product(["small", "gpt2", "resnet18"], [True, None])])
 def test_all_that_the_plan_without_recomputation_takes_is_enough(
     name: str, pool: bool | None

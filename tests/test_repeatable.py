@@ -120,6 +120,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     ) and torch.equal(as_bytes(one), as_bytes(other))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", STEPS)
 def test_what_may_run_again_makes_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: list[Again] = []

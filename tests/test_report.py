@@ -374,6 +374,7 @@ def test_reports_of_a_plan_and_of_files_are_pages(
     assert cli.main(["report", "gpt2-tiny", files[1]]) == 2
 
 
+@pytest.mark.long
 def test_a_model_of_the_zoo_is_reported_with_what_could_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def bert_without_dropout() -> Training:
     return Training(built.train_step, (built.model, built.optimizer), lambda generator: built.batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("worth", [1, 1 << 40])
 @pytest.mark.parametrize("make", [vit, bert_without_dropout])

@@ -298,6 +298,7 @@ class TestLimit:
         told = "belongs in tensors" if is_state else "args[0] has come in 2 kinds lately"
         assert told in caplog.text
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize(
         ("change", "told"),
         [
@@ -366,6 +367,7 @@ class TestLimit:
             roam.compile(lambda: None, max_plans=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("max_plans", [64, 3])
 def test_no_mixture_of_shapes_and_changes_runs_a_plan_of_another(seed: int, max_plans: int) -> None:

@@ -433,6 +433,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sweep
 @WAYS
 def test_twenty_steps_have_the_bits_of_eager_pytorch(
     ranks: Ranks, make: Callable[..., Any], step: Callable[..., Any]
@@ -461,6 +462,7 @@ def test_dropout_on_spread_activations(ranks: Ranks) -> None:
     assert found == [""] * ranks.world
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_loaded_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(saved_and_loaded, str(tmp_path)) == [""] * ranks.world
 
@@ -469,6 +471,7 @@ def test_compare_compares_parts(ranks: Ranks) -> None:
     assert ranks.run(compared) == ["equal"] * ranks.world
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ["mask", "part", "fused", "random"])
 def test_what_is_refused_leaves_all_as_it_was(ranks: Ranks, case: str) -> None:
     code = "dtensor_random" if case == "random" else "dtensor"
@@ -489,6 +492,7 @@ def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, one: Ranks) -> No
     assert figures == list(of_fakes)[:2]
 
 
+@pytest.mark.sweep
 @WAYS
 @pytest.mark.parametrize("processes", [4], indirect=True)
 def test_sums_of_four_ranks_whose_order_shows(

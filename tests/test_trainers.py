@@ -63,6 +63,7 @@ def eager(_: Any) -> None:
     """Leaves a trainer as it is."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,6 +193,7 @@ def sft(folder: Path, **options: Any) -> transformers.Trainer:
     )
 
 
+@pytest.mark.long
 def test_sft_of_a_lora_leaves_the_same_bits_and_metrics(tmp_path: Path) -> None:
     plain = outcome(lambda: sft(tmp_path), eager)
     assert_same_bits(plain, outcome(lambda: sft(tmp_path), subject.compile))

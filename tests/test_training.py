@@ -20,7 +20,7 @@ def eager_run(name: str) -> list[Any]:
     return run(TRAININGS[name], STEPS)[0]
 
 
-@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("pool", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_twenty_steps_have_the_bits_of_eager(name: str, pool: bool) -> None:
     steps: list[Any] = []
@@ -71,6 +71,7 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_kernels_captured_are_the_kernels_of_eager(name: str) -> None:
     """Fake tensors must not make library code take another branch than real ones do."""

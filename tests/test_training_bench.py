@@ -48,6 +48,7 @@ def rows(training: Any, *options: str) -> list[dict[str, Any]]:
     return list(training.run_all(training.wanted(arguments, {}), arguments))
 
 
+@pytest.mark.long
 def test_ours_and_eager_side_by_side(tmp_path: Path) -> None:
     report = bench(tmp_path, *TINY, "--ways", "eager", "roam")
     assert (report["exit"], report["status"], report["wrong"], report["commit"]) == (

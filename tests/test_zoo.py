@@ -105,6 +105,7 @@ def test_sequence_length(name: str) -> None:
     assert all(tensor.shape == (3, 7) for tensor in made.batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", zoo.OPTIMIZERS)
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_learn_their_batch(name: str, optimizer: str) -> None:
