@@ -37,7 +37,7 @@ help:
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100,000 random graphs and as many layouts, against brute force and the verifier; all cases of the planner's tests"
 	@echo "make fuzz        2,000 random modules and steps, by their plan and eagerly, bits compared"
-	@echo "make sweep       all cases of the tests of which others run one in four, and the long tests: every sample of PyTorch's operators, every optimizer and module"
+	@echo "make sweep       all cases of the tests of which others run one in eight, and the long tests: every sample of PyTorch's operators, every optimizer and module"
 	@echo "make hard-limit  a step with a memory budget in a process that the system gives no more"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"

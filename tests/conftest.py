@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", f"slow: took more than {_SLOW_S} s at the last `make durations`"
     )
     config.addinivalue_line(
-        "markers", "sweep: has many cases of one kind; `make sweep` runs all, others one in four"
+        "markers", "sweep: has many cases of one kind; `make sweep` runs all, others one in eight"
     )
     config.addinivalue_line(
         "markers", "long: a long case of what shorter tests check too; only `make sweep` runs it"

@@ -17,6 +17,7 @@ from roam.bench import compiled
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compilers warn of what they do
 
 
+@pytest.mark.long
 def test_one_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def small() -> object:
         block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())

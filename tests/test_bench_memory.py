@@ -100,6 +100,7 @@ def test_a_plan_stands_beside_the_better_of_the_prototypes(
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_training_keeps_the_budget_and_the_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -500,6 +500,7 @@ def test_code_that_was_compiled_for_all_sizes_since(by_eval: bool) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_sizes_that_vary_in_the_code_of_an_earlier_block() -> None:
     class Other(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

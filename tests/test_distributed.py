@@ -1177,6 +1177,7 @@ def test_only_processes_of_this_machine_are_looked_for(
         agreement._raise_if_left(store, two, 1)
 
 
+@pytest.mark.long
 def test_one_model_in_two_wrappers_has_eager_bits(ranks: Ranks) -> None:
     assert ranks.run(a_method_and_two_wrappers) == [[]] * 4
 
@@ -1383,6 +1384,7 @@ def still_held(rank: int, world: int, kind: str) -> int:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["allreduce_", "_allgather_base_", "_reduce_scatter_base_"])
 def test_after_a_wait_no_thread_of_the_group_holds_tensors(ranks: Ranks, kind: str) -> None:
     assert ranks.run(still_held, kind) == [0] * 4
@@ -1412,6 +1414,7 @@ def waits_for_another(rank: int, world: int, kind: str) -> bool:
     return is_late
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", sorted(collectives.KINDS - {"reduce_"}))
 def test_every_collective_of_gloo_can_be_polled(ranks: Ranks, kind: str) -> None:
     assert not ranks.run(waits_for_another, kind)[0]

@@ -195,6 +195,7 @@ def _another(kept: Any) -> None:
     kept.mask = torch.ones(6, dtype=torch.bool)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", [_in_place, _by_numpy, _by_data, _other_data, _another])
 @pytest.mark.parametrize(
     "use",

@@ -141,7 +141,7 @@ def test_cbc_closes_gaps_of_layouts(children: list[Watched]) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["irregular-100-open", "aligned-24-wide"])
+@pytest.mark.parametrize("name", ["aligned-24-wide", "irregular-100-open"])
 def test_the_same_plan_every_time(name: str) -> None:
     graph = roam.Graph.load(INSTANCES / f"{name}.json.gz")
     plans = {roam.optimize(graph).to_json() for _ in range(2)}

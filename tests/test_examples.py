@@ -29,7 +29,7 @@ LIBRARIES = {
 """Examples with trainers of libraries, each in a process of its own, and what they need."""
 PROCESSES = {
     **dict.fromkeys(
-        ("ddp.py", "fully_shard.py", "tensor_parallel.py"),
+        ("tensor_parallel.py", "fully_shard.py", "ddp.py"),
         "8 losses and all parameters: equal bit for bit",
     ),
     "parallelize.py": "8 losses: equal bit for bit, and as of one process",

@@ -118,6 +118,7 @@ def test_a_users_own_step_fits_up_to_the_size_found() -> None:
         assert format_bytes(found.plan.total_bytes) in text
 
 
+@pytest.mark.long
 def test_a_real_model_may_be_given() -> None:
     model, optimizer, _ = make_inputs(1)
     before = [parameter.clone() for parameter in model.parameters()]

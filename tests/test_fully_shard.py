@@ -349,11 +349,12 @@ def compiled_by_roam(rank: int, world: int) -> bool:
     return is_equal(*found)
 
 
+@pytest.mark.long
 def test_roam_compiles_blocks_that_are_sharded(ranks: Ranks) -> None:
     assert ranks.run(compiled_by_roam) == [True] * ranks.world
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @FOUR
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_sums_of_four_ranks_whose_order_shows(ranks: Ranks, kind: str) -> None:
@@ -406,6 +407,7 @@ def test_a_fake_group_gives_the_plan_of_any_rank(
     assert figures == ranks.run(planned, make, step)[1]
 
 
+@pytest.mark.long
 def test_one_process_plans_for_one_rank_after_another(one: Ranks) -> None:
     for rank in (1, 0):
         assert one.run(in_fake_group, rank, 2, True, sharded, update)[0][-1] == "fake_group"

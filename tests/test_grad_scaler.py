@@ -393,7 +393,7 @@ def test_updates_wait_for_every_gradient() -> None:
     )
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "barrier_costs"), [(64, True), (512, False)])
 def test_price_of_the_barrier(tokens: int, barrier_costs: bool) -> None:
     """What docs/explanation/runtime.md says."""

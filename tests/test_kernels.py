@@ -54,6 +54,7 @@ class TestTable:
         for name, entry in ENTRIES.items():
             assert candidate(overload(name), "cpu").name == entry["kernel"], name
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("steps", [[], ["gpt2-tiny"]])
     def test_what_it_claims_holds(self, steps: list[str]) -> None:
         arguments = argparse.Namespace(

@@ -187,6 +187,7 @@ def test_a_run_goes_on_from_a_checkpoint(kind: Any, tmp_path: Path) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.long
 def test_a_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"batch": 2048, "max_steps": 6}  # more than an epoch
     plain = outcome(tmp_path / "eager", **options)

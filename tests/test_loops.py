@@ -26,6 +26,7 @@ def both(script: Callable[[Wrap], list[Any]], wrap: Wrap = roam.compile) -> None
     assert_same_bits(script(lambda step: step), script(wrap))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 3}],
@@ -202,6 +203,7 @@ class TestRecipesOfTorchtune:
 
         return self.run(train_step, model, optimizers.values(), every=1, steps=steps)
 
+    @pytest.mark.long
     def test_accumulation_and_hooks(self) -> None:
         both(self.accumulating)
 

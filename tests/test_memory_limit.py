@@ -520,6 +520,7 @@ def test_an_interrupted_search_loses_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert_same_bits(losses, [hard_limit.train_step(model, optimizer, batch) for _ in range(2)])
 
 
+@pytest.mark.long
 def test_steps_of_one_pool_have_budgets_of_their_own() -> None:
     torch.manual_seed(0)
     budgets = [local_share(0.9), local_share(0.7)]

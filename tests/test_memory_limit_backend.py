@@ -75,6 +75,7 @@ def expected(name: str) -> list[Any]:
     return train(make, batch, [size] * 3, "aot_eager")
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "memory"),

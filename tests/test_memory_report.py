@@ -42,6 +42,7 @@ def test_the_promise_is_kept_and_eager_needs_no_less(name: str, how: str) -> Non
     assert planned.value["program_order"] <= eager.peak_total_bytes * (1 + CLOSE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", WAYS)
 def test_what_a_step_tells_is_what_a_process_of_its_own_sees(how: str) -> None:
     eager, planned = in_a_process_of_its_own("gpt2", "eager"), in_a_process_of_its_own("gpt2", how)

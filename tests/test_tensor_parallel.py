@@ -441,6 +441,7 @@ def test_twenty_steps_have_the_bits_of_eager_pytorch(
     assert ranks.run(trained, make, adamw, step, None, ONE) == [""] * ranks.world
 
 
+@pytest.mark.long
 def test_an_optimizer_that_updates_lists_of_parameters(ranks: Ranks) -> None:
     options = {"foreach": True}
     found = ranks.run(trained, sequence_parallel, adamw, update_of_spread_loss, options, ONE, 4)
@@ -492,7 +493,7 @@ def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, one: Ranks) -> No
     assert figures == list(of_fakes)[:2]
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @WAYS
 @pytest.mark.parametrize("processes", [4], indirect=True)
 def test_sums_of_four_ranks_whose_order_shows(

@@ -79,6 +79,7 @@ def test_a_run_leaves_the_same_bits(options: dict[str, Any], tmp_path: Path) -> 
     assert_same_bits(plain, outcome(lambda: make(tmp_path, **options), subject.compile))
 
 
+@pytest.mark.long
 def test_a_compiled_model_whose_graph_breaks_leaves_the_same_bits(tmp_path: Path) -> None:
     """GPT-2 logs a warning as it chooses its loss."""
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4}
@@ -101,6 +102,7 @@ def test_few_plans_serve_a_run_and_the_trainer_is_whole_afterwards(tmp_path: Pat
     assert not all(map(torch.equal, before, trainer.model.parameters()))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 10, "lr_scheduler_type": "cosine"}
 

@@ -20,7 +20,8 @@ def eager_run(name: str) -> list[Any]:
     return run(TRAININGS[name], STEPS)[0]
 
 
-@pytest.mark.parametrize("pool", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_twenty_steps_have_the_bits_of_eager(name: str, pool: bool) -> None:
     steps: list[Any] = []

@@ -103,6 +103,7 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
     assert "no CUDA device" in report["printed"]
 
 
+@pytest.mark.long
 def test_what_roam_refuses_is_a_row_that_says_so(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
