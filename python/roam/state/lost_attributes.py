@@ -17,6 +17,8 @@ from roam.state.equality import MISSING, attributes_of, is_plain, same
 from roam.torch_compat.private import pytree
 
 _WITHOUT_ATTRIBUTES: Final = (dict, list, tuple, defaultdict, deque)
+_OF_TYPING: Final = "__orig_class__"
+"""What `typing.OrderedDict(...)` and `Pair[int](...)` note on what they make."""
 _LEAVES: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
@@ -61,7 +63,9 @@ def _fault(container: Any, parts: list[Any], spec: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - of the class, which may not know an entry
         return f"entries of which its class cannot be made again ({error})"
     names = (
-        name for name, value in attributes.items() if _is_other(value, made.get(name, MISSING))
+        name
+        for name, value in attributes.items()
+        if name != _OF_TYPING and _is_other(value, made.get(name, MISSING))
     )
     return next((f"the attribute {name!r} beside its entries" for name in names), None)
 
