@@ -9,7 +9,7 @@ import ctypes
 import functools
 import re
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -419,6 +419,12 @@ class _Halving(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _noted(my: _My) -> Any:
+    batch: Any = OrderedDict(x=torch.ones(2, 4))
+    batch.note = 1
+    return batch
+
+
 def _hooked(tensor: torch.Tensor) -> torch.Tensor:
     tensor.register_hook(lambda gradient: gradient * 2)
     return tensor
@@ -451,6 +457,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "compiled_region": lambda: _compiled_function(backend=_failing_backend),
     "compiled_too_often": _compiled_too_often,
+    "container_attribute": _given(_noted),
     "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
     "dispatch_mode": _in_a_dispatch_mode,
     "fake_modes": _two_fake_modes,

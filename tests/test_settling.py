@@ -186,8 +186,9 @@ class TestAttributesThatTheStepSetsBeforeItLooksAtThem:
             return self.found
 
         trainer = Trainer(does)
-        with pytest.raises(roam.CaptureError, match=r"self\.found changed") as refusal:
-            roam.compile(trainer.step)(inputs(1)[0])
+        step = roam.compile(trainer.step)
+        with pytest.raises(roam.CaptureError, match=r"one list at self\.found") as refusal:
+            list(map(step, inputs(4)))
         assert refusal.value.code == "moved"
 
 
@@ -243,6 +244,55 @@ class TestWhatTheFirstCallSetsUp:
             return out.sum()
 
         self.check(does, lambda self: seen.append(dict(self.found)) or dict(self.found))
+
+    @pytest.mark.parametrize(
+        "kept",
+        [
+            lambda out: [out.detach(), out.mean()],
+            lambda out: {"mean": out.mean(), "all": [out.detach(), "x"], "count": 3},
+        ],
+        ids=["list", "dict"],
+    )
+    @pytest.mark.parametrize("place", ["entry", "attribute"])
+    def test_lists_that_hooks_replace(
+        self, place: str, kept: Callable[[torch.Tensor], Any]
+    ) -> None:
+        def script(wrap):
+            found: dict[str, Any] = {}
+            trainer = Trainer(lambda self, x, out: out.sum())
+
+            def hook(module, args, out):
+                if place == "entry":
+                    found["net"] = kept(out)
+                else:
+                    module.found = kept(out)
+                module.mean = out.mean().item()
+
+            trainer.net.register_forward_hook(hook)
+            step = wrap(trainer.step)
+            compiled.append(step)
+            seen = []
+            for x in inputs(5):
+                loss = step(x)
+                now = found["net"] if place == "entry" else trainer.net.found
+                seen.append((loss, now, trainer.net.mean))
+            assert len({id(now) for _, now, _ in seen}) == len(seen)
+            return seen
+
+        compiled: list[Any] = []
+        both(script)
+        assert len(compiled[-1].plans) <= 2
+
+    def test_is_not_what_a_refusal_names(self) -> None:
+        """A tensor in the place of nothing is allowed, so the message names the other change."""
+
+        def does(self, x, out):
+            vars(self).update(last=out.detach(), range=(out.min().item(), out.max().item()))
+
+        trainer = Trainer(does)
+        with pytest.raises(roam.CaptureError) as refusal:
+            roam.compile(trainer.step)(inputs(1)[0])
+        assert "range changed from nothing to (a number, a number)" in str(refusal.value)
 
     def test_is_compared(self) -> None:
         trainer = Trainer(

@@ -61,7 +61,7 @@ from roam.state.references import (
     PlaceReference,
     number_references,
 )
-from roam.state.snapshot import DRAWN, Setting, Snapshot, applied
+from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -597,6 +597,23 @@ def _is_settled(settles: _Settles, after: Program) -> bool:
     return difference(renumbered(prune(before)), renumbered(after)) is None
 
 
+def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
+    """Refuses what a step has changed: of that, if possible, what it changes at later calls too,
+    since the other changes are allowed.
+    """
+    places = set(map(place_of, lasting))
+    reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
+    remedy = (
+        CHANCE
+        if reason.endswith(DRAWN)
+        else "return the value, and change the state outside of the step"
+    )
+    return CaptureError(
+        f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
+        code="moved",
+    )
+
+
 def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     """Refuses a step that goes another way with live numbers than with plain ones, such as one that
     looks at their very type.
@@ -770,16 +787,6 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if moved:
-                    remedy = (
-                        CHANCE
-                        if moved[0].endswith(DRAWN)
-                        else "return the value, and change the state outside of the step"
-                    )
-                    refusal = CaptureError(
-                        "the step changes Python state in a way that a plan cannot repeat: "
-                        f"{moved[0]}; {remedy}",
-                        code="moved",
-                    )
                     if from_none := inside.made_from_none() - self.known.fresh:
                         if from_none <= self.known.from_none:
                             self.known.fresh |= from_none
@@ -787,7 +794,7 @@ class _Tracer:
                             raise _Renews
                         self.from_none.update(from_none)
                     if settings is not None:
-                        raise _Settles(settings, programs[0], refusal)
+                        raise _Settles(settings, programs[0], _refusal(moved, []))
                     renewed = inside.renewed() - self.known.renewed
                     if renewed:
                         self.known.renewed |= renewed
@@ -795,9 +802,9 @@ class _Tracer:
                     numbers = inside.numbers() - self.known.numbers
                     if numbers:
                         raise NumbersChange(numbers)
-                    refusal.settles = not switches.moved() and self._may_settle(
-                        fake_state, args, kwargs
-                    )
+                    lasting = self._lasting(fake_state, args, kwargs)
+                    refusal = _refusal(moved, lasting)
+                    refusal.settles = not (switches.moved() or lasting)
                     raise refusal
                 if (
                     only_first
@@ -826,21 +833,22 @@ class _Tracer:
             code="unstable",
         )
 
-    def _may_settle(
+    def _lasting(
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the step, run again on what the last trace has left, changes no Python state but
-        numbers. That run makes no program, since the last trace has left fakes that the fake state
-        does not know. If the run ends in an error, the answer is a guess: True.
+    ) -> list[str]:
+        """What the step, run again on what the last trace has left, changes in Python state that no
+        later capture could follow. That run makes no program, since the last trace has left fakes
+        that the fake state does not know. If the run ends in an error, the answer is a guess: none,
+        unless the error is about such a change itself.
         """
         inside = Snapshot(self.reach, leaves_others=True)
         try:
             trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
         except (ArgumentsChange, NumbersChange):
-            return True
+            return []
         except CaptureError as error:
-            return error.code != "moved" or error.settles
-        return len(inside.moved()) == len(inside.numbers() - self.known.numbers)
+            return [] if error.code != "moved" or error.settles else [str(error)]
+        return inside.lasting(self.known.numbers)
 
     def live_programs(self) -> list[Program] | None:
         """The same with live float arguments; None if the step does something else with them

@@ -19,9 +19,11 @@ from typing import Any, Final
 
 import torch
 
+from roam.errors import CaptureError
 from roam.state.containers import FrozenSpace, MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
+from roam.state.lost_attributes import lost_attribute
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.spaces import Place, Space
 from roam.state.value_stand_ins import VALUES, StandIn
@@ -260,7 +262,12 @@ class Taker:
     _last_values: dict[str, Any] = field(default_factory=dict)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """The arguments of a call, taken apart."""
+        """The arguments of a call, taken apart.
+
+        Raises:
+            CaptureError: a container has attributes that would be lost.
+        """
+        _check_attributes((args, kwargs))
         if not self.opened:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             return Taken(leaves, spec, spec, {})
@@ -314,6 +321,20 @@ class Taker:
             and parts_of(leaf) is not None
         }
         return replace(self, opened=self.opened | others, _last=objects)
+
+
+def _check_attributes(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Refuses containers with attributes that those of a plan's run would not have."""
+    lost = lost_attribute(arguments)
+    if lost is None:
+        return
+    leaves, _ = flatten_with_paths(arguments, lambda part: part is lost.container)
+    path = next(argument_path(keys) for keys, leaf in leaves if leaf is lost.container)
+    raise CaptureError(
+        f"{path} has {lost.fault}, or has it after the step, and a plan takes only the entries along; put the value under a key of a "
+        "dictionary, or pass or return it by itself",
+        code="container_attribute",
+    )
 
 
 def is_opened(opened: Opened, keys: Any, value: Any) -> bool:

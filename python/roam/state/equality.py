@@ -186,6 +186,8 @@ def show(value: object) -> str:
     if is_plain(value):
         text = f"{kind.__name__}.{value._name_}" if issubclass(kind, enum.Enum) else repr(value)  # type: ignore[attr-defined]
         return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    if issubclass(kind, (torch.SymFloat, torch.SymInt)):
+        return "a number"  # for which capture has a stand-in
     if issubclass(kind, torch.Tensor):
         return f"a tensor {tuple(value.shape)}"  # type: ignore[attr-defined]
     if issubclass(kind, tuple):

@@ -28,7 +28,7 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, is_plain, same, show
+from roam.state.equality import MISSING, Difference, changed, is_plain, same, show
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace
 from roam.state.optimizer_spaces import OptimizerSpace
@@ -205,6 +205,23 @@ class Snapshot:
                     and _is_number_after(old, value)
                 }
         return found
+
+    def lasting(self, known: set[str]) -> list[str]:
+        """The changes of which `moved` tells, but for numbers, and for lists and dictionaries which
+        differ from those that they replace only by tensors: a plan can follow these once it knows
+        of them.
+
+        Args:
+            known: paths of numbers that are followed already.
+        """
+        followed = self.numbers() - known
+        for place, items in self._own_holders():
+            if place.guarded and self._changes(place, items):
+                for key, old in items:
+                    others: list[Any] = []
+                    if _has_other_tensors(old, place.space.get(key), others.append) and others:
+                        followed.add(place.space.label(key))
+        return [reason for reason in self.moved() if place_of(reason) not in followed]
 
     def made_from_none(self) -> set[str]:
         """The paths of the changes of which `moved` tells, if all of them are tensors, or lists,
@@ -536,9 +553,9 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
         return []
     now = space.items()
     if isinstance(space, SetSpace):
-        return [f"{space.path} holds other elements than before"]
+        return [Difference(f"{space.path} holds other elements than before", space.path)]
     if isinstance(space, SequenceSpace) and len(now) != len(items):
-        return [f"{space.path} changed from {len(items)} to {len(now)} entries"]
+        return [changed(space.path, f"{len(items)}", f"{len(now)} entries")]
     before = {_stand_in(key): (key, value) for key, value in items}
     after = {_stand_in(key): (key, value) for key, value in now}
     reasons = []
@@ -562,8 +579,16 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
 def _difference(path: str, old: Any, value: Any) -> str:
     if type(old) is type(value) and type(old) in (list, dict):
         kind = type(old).__name__
-        return f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there"
-    return f"{path} changed from {show(old)} to {show(value)}"
+        return Difference(
+            f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there",
+            path,
+        )
+    return changed(path, show(old), show(value))
+
+
+def place_of(reason: str) -> str:
+    """What has changed, of one of the reasons that `Snapshot.moved` gives."""
+    return reason.place if isinstance(reason, Difference) else reason
 
 
 def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:

@@ -21,6 +21,7 @@ from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, is_plain, same, show
+from roam.state.lost_attributes import lost_attribute
 from roam.state.made_objects import opened
 from roam.state.references import (
     ArgumentReference,
@@ -284,6 +285,14 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, restored: A
             "the step returns a list or dictionary from before the step, and a plan would return "
             "another one; return a copy, such as list(x) or dict(x)",
             code="result",
+        )
+    lost = lost_attribute(result)
+    if lost is not None:
+        raise CaptureError(
+            f"the step returns a {type(lost.container).__name__}, or puts it in a list or dictionary among its arguments, that has "
+            f"{lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
+            "(dict(x) has the entries)",
+            code="container_attribute",
         )
     known.update(map(id, changeable))
     if len({id(one) for one in changeable}) < len(changeable):

@@ -1,0 +1,81 @@
+"""Containers whose objects have attributes beside their entries, such as
+`outputs.extra = x` on an output of transformers, `note` on an ordered dictionary, and attributes of
+a class that derives from a named tuple.
+
+PyTorch's pytree takes a container apart to its entries, and makes another one of these. What else
+the container held is lost without a word, so it is looked for here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from roam.state.equality import MISSING, attributes_of, is_plain, same
+from roam.torch_compat.private import pytree
+
+_WITHOUT_ATTRIBUTES: Final = (dict, list, tuple, defaultdict, deque)
+_OF_TYPING: Final = "__orig_class__"
+"""What `typing.OrderedDict(...)` and `Pair[int](...)` note on what they make."""
+_LEAVES: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+class Lost(NamedTuple):
+    """A container that another one, made of the same entries, could not stand for.
+
+    Attributes:
+        fault: what the other one lacks, as a message says it of the container.
+    """
+
+    container: Any
+    fault: str
+
+
+def lost_attribute(tree: Any) -> Lost | None:
+    """The first container in a tree with an attribute that pytree would lose or change.
+
+    Only missing names, and tensors and plain values that differ, count: others, such as lists that
+    a container makes for itself, are made anew with it.
+    """
+    kind = type(tree)
+    if kind in _LEAVES or pytree.tree_is_leaf(tree):
+        return None
+    if kind is dict:
+        parts = list(tree.values())
+    elif kind is list or kind is tuple:
+        parts = list(tree)
+    else:
+        parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+        fault = None if kind in _WITHOUT_ATTRIBUTES else _fault(tree, parts, spec)
+        if fault is not None:
+            return Lost(tree, fault)
+    return next((lost for part in parts if (lost := lost_attribute(part)) is not None), None)
+
+
+def _fault(container: Any, parts: list[Any], spec: Any) -> str | None:
+    attributes = attributes_of(container)
+    if not attributes:
+        return None
+    try:
+        made = attributes_of(pytree.tree_unflatten(parts, spec)) or {}
+    except Exception as error:  # noqa: BLE001 - of the class, which may not know an entry
+        return f"entries of which its class cannot be made again ({error})"
+    names = (
+        name
+        for name, value in attributes.items()
+        if name != _OF_TYPING and _is_other(value, made.get(name, MISSING))
+    )
+    return next((f"the attribute {name!r} beside its entries" for name in names), None)
+
+
+def _is_other(value: Any, made: Any) -> bool:
+    if value is made:
+        return False
+    if is_plain(value) and is_plain(made):
+        return not same(value, made)
+    return type(value) is not type(made) or issubclass(type(value), torch.Tensor)
+
+
+__all__ = ["Lost", "lost_attribute"]
