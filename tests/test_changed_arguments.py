@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.utils import ModelOutput
 
 import roam
 
@@ -28,7 +30,14 @@ def batch(seed: int) -> dict[str, Any]:
         "names": ["a", "b"],
         "weight": 0.5 + seed,
         "more": OrderedDict(y=y, parts=[x, y, y[:2]], counts=defaultdict(int, n=2)),
+        "output": Output(one=[y]),
+        "queue": deque([{"x": x}]),
     }
+
+
+@dataclass
+class Output(ModelOutput):
+    one: Any = None
 
 
 class Task:
@@ -117,6 +126,15 @@ def returns_it_unchanged(net: Any, batch: Any) -> Any:
     return [batch, batch["more"]["parts"]]
 
 
+def returns_it_in_other_containers(net: Any, batch: Any) -> Any:
+    return deque([batch["names"]], maxlen=3), Output(one=batch["more"]["parts"])
+
+
+def returns_other_containers(net: Any, batch: Any) -> Any:
+    batch["output"].one.append(batch["x"] * 2)
+    return batch["output"], [batch["queue"]], batch["output"].one
+
+
 CHANGES = [
     pops,
     deletes_and_clears,
@@ -130,12 +148,14 @@ CHANGES = [
     puts_containers_elsewhere,
     returns_the_batch,
     returns_it_unchanged,
+    returns_it_in_other_containers,
+    returns_other_containers,
 ]
 
 
 def described(value: Any, names: dict[int, str], path: str = "made") -> Any:
     """Classes, keys, bits, and which objects are one and the same, as far as `names` knows."""
-    if isinstance(value, (torch.Tensor, list, dict)):
+    if isinstance(value, (torch.Tensor, list, dict, deque)):
         named = names.setdefault(id(value), path)
         if named != path:
             return named
@@ -144,7 +164,7 @@ def described(value: Any, names: dict[int, str], path: str = "made") -> Any:
     if isinstance(value, dict):
         parts = [(key, described(part, names, f"{path}.{key}")) for key, part in value.items()]
         return path, type(value), parts
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         parts = [(n, described(part, names, f"{path}.{n}")) for n, part in enumerate(value)]
         return path, type(value), parts
     return value
@@ -156,7 +176,8 @@ def left_by(run: Callable[..., Any], numbers: range) -> list[Any]:
         given = batch(number)
         names: dict[int, str] = {}
         described(given, names, "given")
-        before = [given, *given.values(), *given["more"].values()]
+        more = given["more"]
+        before = [given, *given.values(), *more.values(), *more["parts"]]  # so that ids are theirs
         result = run(given)
         found.append([described(value, names) for value in (given, result)])
         del before
@@ -273,6 +294,38 @@ def test_a_dictionary_of_the_steps_state_is_refused_before_anything_runs(
     assert caught.value.code == "sharing"
     assert given["lr"] == 1.0
     assert all(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize("where", [lambda one: deque([one]), lambda one: Output(one=one)])
+def test_a_list_that_is_in_another_kind_of_container_too_is_refused(where: Any) -> None:
+    net = nn.Linear(8, 3)
+
+    def step(numbers: Any, other: Any) -> Any:
+        numbers.pop()
+        (net(torch.ones(2, 8)).sum() * len(next(iter(other)))).backward()
+
+    numbers = [1, 2, 3]
+    with pytest.raises(roam.ExecutionError, match="in several places"):
+        roam.compile(step)(numbers, where(numbers))
+    assert numbers == [1, 2, 3]
+    assert net.weight.grad is None
+
+
+def test_what_a_dictionary_calls_for_a_missing_entry_is_guarded() -> None:
+    def asks(net: Any, batch: Any) -> Any:
+        found = batch["more"]["new"]
+        del batch["more"]["new"]
+        return found
+
+    rate = {"value": 1.0}
+
+    def default() -> float:
+        return rate["value"]
+
+    step = roam.compile(Task(asks).step)
+    for value in (1.0, 2.0, 3.0):
+        rate["value"] = value
+        assert step({"more": defaultdict(default)})[0] == value
 
 
 @pytest.mark.parametrize("kind", [deque, set])

@@ -179,3 +179,63 @@ def test_optimizer_state_is_found_anew_and_may_be_missing() -> None:
     found = inputs.read([])
     assert found[0] is MISSING
     assert all(one is other for one, other in zip(found, expected(), strict=True))
+
+
+class Keeper:
+    """Keeps an argument of each step for the next one."""
+
+    def __init__(self, keep: Any) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(8, 3)
+        self.net.register_buffer("last", torch.ones(4, 8))
+        self.optimizer = torch.optim.AdamW(self.net.parameters())  # whose first step differs
+        self.last = torch.ones(4, 8)
+        self.parts = [torch.ones(3, 8)]
+        self.keep = keep
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        result: torch.Tensor = self.keep(self, x)
+        self.net(result).square().mean().backward()
+        self.optimizer.step()
+        return result
+
+
+def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y, self.last = x + self.last, x
+    return y
+
+
+def keeps_detached(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y, self.last = x + self.last, x.detach()
+    return y
+
+
+def keeps_in_a_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y, self.net.last = x + self.net.last, x
+    return y
+
+
+def keeps_a_part_too(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x + self.last
+    self.last.mul_(2)
+    y[1:] += self.parts[0]
+    self.last, self.parts[0] = x, x[1:]
+    return y
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("keep", [keeps, keeps_detached, keeps_in_a_buffer, keeps_a_part_too])
+@pytest.mark.parametrize("given", ["others", "the same", "in turns"])
+def test_an_argument_that_the_step_keeps_is_another_one_in_the_next_call(
+    keep: Any, given: str
+) -> None:
+    found = []
+    for compiles in (False, True):
+        task = Keeper(keep)
+        run = roam.compile(task.step) if compiles else task.step
+        held = [torch.full((4, 8), float(number)) for number in range(5)]
+        orders = {"others": [0, 1, 2, 3, 4], "the same": [0] * 5, "in turns": [0, 1, 0, 1, 1]}
+        results = [run(held[place]).clone() for place in orders[given]]
+        found.append([*results, *held, task.last, task.net.last, *task.net.parameters()])
+    assert all(map(torch.equal, *found))

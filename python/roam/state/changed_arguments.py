@@ -7,8 +7,8 @@ them is recorded beside its result, and each run does the same to the containers
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict, defaultdict
+import operator
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ from roam.errors import ExecutionError
 from roam.state.equality import is_plain
 from roam.torch_compat.private import pytree
 
-_DICTIONARIES: Final = (dict, OrderedDict, defaultdict)
+_CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
 _NEW: Final = -1
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,8 +41,8 @@ class Change(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Stands for a list or dictionary of the call's, at a path as in `Change`, in what a step
-    returns or puts in another one.
+    """Stands for a container of the call's, at a path as in `Change`, in what a step returns or
+    puts in another one.
     """
 
     path: tuple[Any, ...]
@@ -62,14 +62,15 @@ class Containers:
     """The lists and dictionaries among arguments, as they are before a step.
 
     Args:
-        arguments: of a trace. Containers within others count too, if these are lists, tuples or
-            dictionaries.
+        arguments: of a trace. Containers within others count too.
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
+        self._all = list(_containers(arguments))
         self._held = [
-            (path, container, _entries(container)) for path, container in _containers(arguments)
+            (path, container, _entries(container))
+            for path, container in self._all
+            if type(container) in _CHANGEABLE
         ]
 
     def left(self, result: Any) -> Left:
@@ -91,7 +92,7 @@ class Containers:
             _fill(container, before)
         if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
             raise Unrecordable
-        naming = _Naming({id(container): path for path, container, _ in self._held})
+        naming = _Naming({id(container): path for path, container in self._all})
         result = naming.named(result)
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
         if not all(is_plain(key) for path in naming.met for key in path):
@@ -107,28 +108,20 @@ class _Naming:
     def __init__(self, paths: dict[int, tuple[Any, ...]]) -> None:
         self.met: list[tuple[Any, ...]] = []
         self._paths = paths
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
 
     def named(self, value: Any) -> Any:
         if (path := self._paths.get(id(value))) is not None:
             self.met.append(path)
             return Given(path)
-        kind = type(value)
-        is_tuple = kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_make"))
-        if kind not in (list, *_DICTIONARIES) and not is_tuple:
+        if pytree.tree_is_leaf(value):
             return value
         if id(value) not in self._made:
-            entries = list(value.items() if kind in _DICTIONARIES else enumerate(value))
-            named = [(key, self.named(part)) for key, part in entries]
-            if _are_same(entries, named):
-                self._made[id(value)] = value
-            elif kind in _DICTIONARIES:
-                self._made[id(value)] = made = copy.copy(value)
-                made.update(named)
-            else:
-                parts = [part for _, part in named]
-                self._made[id(value)] = kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-        return self._made[id(value)]
+            parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+            named = list(map(self.named, parts))
+            is_same = all(map(operator.is_, named, parts))
+            self._made[id(value)] = value, value if is_same else pytree.tree_unflatten(named, spec)
+        return self._made[id(value)][1]
 
 
 def check_changeable(
@@ -143,7 +136,15 @@ def check_changeable(
         ExecutionError: one of them is in two places, where the trace had two containers (code
             ``sharing``).
     """
-    places = Counter(id(container) for _, container in _containers(arguments))
+    if not changes:
+        return
+    places = Counter[int]()
+
+    def counted(node: Any) -> bool:
+        places[id(node)] += 1
+        return False
+
+    pytree.tree_flatten(arguments, is_leaf=counted)  # also in containers that no step may change
     for change in changes:
         container = _at(arguments, change.path)
         if places[id(container)] > 1 or is_state(container):
@@ -189,14 +190,13 @@ def leave(left: Left, arguments: Arguments) -> Any:
 
 
 def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if type(value) is list or type(value) in _DICTIONARIES:
+    """All containers that PyTorch's pytree knows, apart from tuples, each with its path."""
+    if not isinstance(value, (dict, list, tuple, deque)) or pytree.tree_is_leaf(value):
+        return
+    if not isinstance(value, tuple):
         yield path, value
-    if type(value) in _DICTIONARIES:
-        for key, part in value.items():
-            yield from _containers(part, (*path, key))
-    elif isinstance(value, tuple) or type(value) is list:
-        for index, part in enumerate(value):
-            yield from _containers(part, (*path, index))
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _containers(part, (*path, key))
 
 
 def _entries(container: Any) -> list[tuple[Any, Any]]:

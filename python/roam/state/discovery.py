@@ -277,6 +277,8 @@ class _Walk:
             if isinstance(node, (dict, list, deque)):
                 space = MappingSpace if isinstance(node, dict) else SequenceSpace
                 self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
+            if isinstance(node, defaultdict) and node.default_factory is not None:
+                self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)
             return False
 

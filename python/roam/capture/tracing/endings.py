@@ -197,7 +197,7 @@ def record_endings(
     fake_state.regions.check()
     check_updated(fake_state)
     with fake_state.classes_told():
-        _results(fake_state, recorder, left, arguments if left.changes else ())
+        _results(fake_state, recorder, left, arguments)
     _check_literals(fake_state, recorder)
     _keep_lists(before.plain)
     _endings(fake_state, recorder, before.tensors, before.renewed)
@@ -270,16 +270,16 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
                 )
 
 
-def _results(fake_state: FakeState, recorder: Recorder, result: Any, restored: Any) -> None:
+def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: Any) -> None:
     """What the step returns, and has put among its arguments: tensors and live numbers by slot,
     plain values as they are.
 
     Args:
-        restored: arguments whose lists and dictionaries hold again what they did before the step.
+        arguments: whose lists and dictionaries hold again what they did before the step.
     """
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
     known = known_objects(fake_state)
-    known.update(id(one) for one in _containers(restored) if not isinstance(one, tuple))
+    known.update(id(one) for one in _containers(arguments) if not isinstance(one, tuple))
     if any(id(one) in known for one in changeable):
         raise CaptureError(
             "the step returns a list or dictionary from before the step, and a plan would return "

@@ -12,7 +12,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -58,6 +58,7 @@ from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
     FakeTensorMode,
+    c_pointer,
     flat_weights_of,
     frame_evaluation,
     holds_mask,
@@ -477,6 +478,59 @@ class FakeState:
                     gradient.detach(), self._refuse_history(f"{reference.path}.grad")
                 )
 
+    def part_from(self, arguments: Iterable[Any], before: Iterable[Any]) -> None:
+        """To be called after a trace: gives what the step has kept of its arguments memory of its
+        own, since the next call has other arguments.
+
+        Args:
+            arguments: the leaves of the traced call's arguments.
+            before: the tensors that the state held before the trace. Memory that an argument shared
+                with one of them is left alone.
+        """
+        storages = {_storage_of(tensor) for tensor in arguments}
+        storages -= {_storage_of(tensor) for tensor in before}
+        if not storages - {None}:
+            return
+        memory: dict[int, torch.Tensor] = {}
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        tied = [reference for reference in self.places if reference.tied]
+        for reference in [*self.references(), *tied]:
+            tensor = reference.get()
+            storage = _storage_of(tensor)
+            if storage is None or storage not in storages:
+                continue
+            if id(tensor) not in made:
+                other = self._elsewhere(tensor, storage, memory, reference.path)
+                made[id(tensor)] = tensor, other
+            reference.set(made[id(tensor)][1])
+
+    def _elsewhere(
+        self, tensor: Any, storage: int, memory: dict[int, torch.Tensor], path: str
+    ) -> Any:
+        """A fake like another one, in other memory: for each storage in the same."""
+        local = local_of(tensor)
+        with self.mode, torch.no_grad():
+            if storage not in memory:
+                memory[storage] = torch.empty(
+                    local.untyped_storage().nbytes(), dtype=torch.uint8, device=local.device
+                )
+            whole = memory[storage]
+            whole = whole[: len(whole) // local.itemsize * local.itemsize].view(local.dtype)
+            made = whole.as_strided(local.shape, local.stride(), local.storage_offset())
+            if local.is_conj():
+                made = made.conj()
+            if local.is_neg():
+                made = torch._neg_view(made)
+            if not local._is_view():
+                made = made.data
+        if is_dtensor(tensor):
+            made = joined(made, layout_of(tensor), requires_grad=False)
+        if tensor.grad_fn is not None:
+            return with_history(made, self._refuse_history(path))
+        made.requires_grad_(tensor.requires_grad)
+        made.grad = tensor.grad
+        return made
+
     def _check(self) -> None:
         """Refuses what the fakes could not stand for."""
         check_sharded(self.reach.modules)
@@ -592,6 +646,14 @@ def _held(references: Iterator[StateReference]) -> Iterator[tuple[StateReference
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     # Asking a tensor that is no leaf for its gradient warns.
     return tensor.grad if tensor.is_leaf else None
+
+
+def _storage_of(value: Any) -> int | None:
+    """The storage of a tensor; None for what has none of its own."""
+    tensor = local_of(value)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return c_pointer(tensor.untyped_storage())
 
 
 def _makes_nothing(_: Any) -> None:

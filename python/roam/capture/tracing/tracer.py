@@ -168,6 +168,7 @@ def trace(
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
         fake_state.end_histories(before.placed)
+        fake_state.part_from(given.leaves, (tensor for _, tensor in before.tensors))
         return recorder.program
     finally:
         fake_state.regions.end()
