@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 import roam
+from roam.state import changed_arguments
 
 
 class Pair(NamedTuple):
@@ -386,6 +388,22 @@ def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
             run(given)
         found.append(list(given))
     assert found[0] == found[1]
+
+
+def test_an_interrupt_does_not_come_while_a_run_changes_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(container: Any, entries: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        fill(container, entries)
+
+    step, fill = roam.compile(Task(pops).step), changed_arguments._fill
+    step(batch(0))
+    given = batch(1)
+    monkeypatch.setattr(changed_arguments, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(given)
+    assert list(given) == ["names", "weight", "more", "output", "queue"]
 
 
 @pytest.mark.parametrize("change", [pops, returns_the_batch, changes_lists])
