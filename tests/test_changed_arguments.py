@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 import roam
+from roam.state import changed_arguments
 
 
 class Pair(NamedTuple):
@@ -32,6 +34,7 @@ def batch(seed: int) -> dict[str, Any]:
         "more": OrderedDict(y=y, parts=[x, y, y[:2]], counts=defaultdict(int, n=2)),
         "output": Output(one=[y]),
         "queue": deque([{"x": x}]),
+        "numbers": {1: y},
     }
 
 
@@ -106,6 +109,11 @@ def asks_a_dictionary_with_defaults(net: Any, batch: Any) -> int:
     return batch["more"]["counts"]["m"]  # type: ignore[no-any-return]
 
 
+def puts_an_equal_key(net: Any, batch: Any) -> None:
+    batch["more"]["counts"][1] = batch["x"]
+    batch["numbers"][True] = batch["numbers"].pop(1)
+
+
 def puts_new_containers(net: Any, batch: Any) -> None:
     batch["new"] = {"pair": Pair(batch["x"] * 2, [batch["labels"], "text"]), "net": net.weight}
     batch.setdefault("kept", []).append(batch["new"]["pair"].one)
@@ -144,6 +152,7 @@ CHANGES = [
     sets_again_what_is_there,
     changes_the_order,
     asks_a_dictionary_with_defaults,
+    puts_an_equal_key,
     puts_new_containers,
     puts_containers_elsewhere,
     returns_the_batch,
@@ -154,19 +163,21 @@ CHANGES = [
 
 
 def described(value: Any, names: dict[int, str], path: str = "made") -> Any:
-    """Classes, keys, bits, and which objects are one and the same, as far as `names` knows."""
-    if isinstance(value, (torch.Tensor, list, dict, deque)):
-        named = names.setdefault(id(value), path)
-        if named != path:
-            return named
+    """Classes, keys, bits, and which objects are one and the same, by the paths at which `names`
+    met them first.
+    """
+    name = names.setdefault(id(value), path)
     if isinstance(value, torch.Tensor):
-        return path, str(value.dtype), value.requires_grad, value.tolist()
+        return name, str(value.dtype), value.requires_grad, value.tolist()
     if isinstance(value, dict):
-        parts = [(key, described(part, names, f"{path}.{key}")) for key, part in value.items()]
-        return path, type(value), parts
-    if isinstance(value, (list, tuple, deque)):
-        parts = [(n, described(part, names, f"{path}.{n}")) for n, part in enumerate(value)]
-        return path, type(value), parts
+        parts = [
+            (repr(key), described(part, names, f"{path}.{key}")) for key, part in value.items()
+        ]
+        return name, type(value), parts
+    if isinstance(value, (list, deque)):
+        return name, type(value), [described(part, names, f"{path}[]") for part in value]
+    if isinstance(value, tuple):
+        return type(value), [described(part, names, f"{path}[]") for part in value]
     return value
 
 
@@ -386,6 +397,22 @@ def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
             run(given)
         found.append(list(given))
     assert found[0] == found[1]
+
+
+def test_an_interrupt_does_not_come_while_a_run_changes_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(container: Any, entries: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        fill(container, entries)
+
+    step, fill = roam.compile(Task(pops).step), changed_arguments._fill
+    step(batch(0))
+    given = batch(1)
+    monkeypatch.setattr(changed_arguments, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(given)
+    assert list(given) == ["names", "weight", "more", "output", "queue", "numbers"]
 
 
 @pytest.mark.parametrize("change", [pops, returns_the_batch, changes_lists])

@@ -216,6 +216,20 @@ def results() -> Made:
     return step, images, [net]
 
 
+def views_of_parameters() -> Made:
+    """They have the parameter's memory, which the optimizer updates after they are made."""
+    net = nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> Any:
+        views = net.weight.view(-1), net.weight[0], net.weight.detach()
+        net(x).square().mean().backward()
+        optimizer.step()
+        return views
+
+    return step, images, [net]
+
+
 def kept() -> Made:
     """What a step keeps has the history of the eager step, as far as anyone can see."""
     net = nn.Linear(6, 1)
@@ -256,6 +270,7 @@ STEPS: dict[str, Callable[[], Made]] = {
     "by turns": by_turns,
     "buffer": buffer,
     "results": results,
+    "views of parameters": views_of_parameters,
     "kept": kept,
     "gradients of gradients": gradients_of_gradients,
 }

@@ -339,10 +339,11 @@ class Runner:
                     module.require_forward_param_sync = is_synced
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
+            left: Left = pytree.tree_unflatten(result, program.result[1])
+            returned = leave_arguments(left, (args, kwargs))
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
-        left: Left = pytree.tree_unflatten(result, program.result[1])
-        return leave_arguments(left, (args, kwargs))
+        return returned
 
     def _joined(
         self, leaves: list[Any], result: list[Any], rebinds: list[Any]

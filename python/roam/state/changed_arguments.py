@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
-from roam.state.equality import is_plain
+from roam.state.equality import is_plain, same
 from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
@@ -213,7 +213,7 @@ def _fill(container: Any, entries: list[tuple[Any, Any]]) -> None:
 
 def _are_same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
     return len(one) == len(other) and all(
-        key == other_key and value is other_value
+        same(key, other_key) and value is other_value
         for (key, value), (other_key, other_value) in zip(one, other, strict=True)
     )
 

@@ -73,6 +73,8 @@ def with_history(
     """A tensor on the same memory with `PlannedStep` as its history. The history leads to the
     sources: a backward pass to one of them goes through it.
     """
+    # Of a view of a parameter that the step has updated, PyTorch would refuse to find the history.
+    value = value.data
     with torch.enable_grad(), _requiring(sources):
         return PlannedStep.apply(refuse, value, *(sources or _nothing()))  # type: ignore[no-any-return]
 

@@ -198,11 +198,11 @@ def _left(
     """What the step returns, and what it has done to lists and dictionaries among its arguments,
     which are then as before.
     """
-    try:
-        left = containers.left(result)
-    except Unrecordable:
-        raise ArgumentsChange from None
-    with fake_state.classes_told():
+    with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
+        try:
+            left = containers.left(result)
+        except Unrecordable:
+            raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
     if not is_restored or (left.changes and fake_state.taker.opened):
