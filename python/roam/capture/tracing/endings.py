@@ -186,10 +186,7 @@ def record_endings(
     """
     for reference, _ in before.tensors:
         if isinstance(reference, PlaceReference) and reference.get() is MISSING:
-            raise CaptureError(
-                f"the step removes {reference.path}; assign another value instead",
-                code="owner_removed",
-            )
+            raise _removed(reference)
     _check_tuples(fake_state, (arguments, left))
     _check_renewed(before.renewed)
     _check_elsewhere(before.elsewhere, fake_state.state_elsewhere())
@@ -217,6 +214,14 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
+
+
+def _removed(reference: StateReference) -> CaptureError:
+    return CaptureError(
+        f"the step removes {reference.path}; assign another value instead, or remove it from a copy, such as "
+        "dict(batch) of an object that is a batch",
+        code="owner_removed",
+    )
 
 
 def _check_elsewhere(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
@@ -384,10 +389,7 @@ def _endings(
             if isinstance(reference, GradientReference):
                 program.dropped.append(reference)
             else:
-                raise CaptureError(
-                    f"the step removes {reference.path}; assign another value instead",
-                    code="owner_removed",
-                )
+                raise _removed(reference)
     # A gradient that was not there may well matter when it is.
     program.absent += [
         GradientReference(parameter, path)
@@ -450,10 +452,7 @@ def _tied_endings(
         now = reference.get()
         if now is not tensor:
             if not isinstance(now, torch.Tensor):
-                raise CaptureError(
-                    f"the step removes {reference.path}; assign another value instead",
-                    code="owner_removed",
-                )
+                raise _removed(reference)
             _check_replaceable(recorder, reference, now)
             place = AttributeReference(reference.space, reference.key, reference.path)
             recorder.program.rebinds.append((place, recorder.leaving(now, reference.path)))
