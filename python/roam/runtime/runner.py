@@ -34,7 +34,7 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
-from roam.state.changed_arguments import Left, check_changeable
+from roam.state.changed_arguments import Left, changed_paths, check_changeable
 from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Difference, changed, same, show
 from roam.state.references import (
@@ -173,9 +173,7 @@ class Runner:
         state = StateGuard(expected, program.state_keys)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
-        leaves, spec = program.result
-        left: Left = pytree.tree_unflatten(leaves, spec)
-        self._changes = left.changes
+        self._changed_paths = changed_paths(*program.result)
         self._rates = [
             (place, reference)
             for place, reference in enumerate(self._references)
@@ -269,7 +267,7 @@ class Runner:
             leaves = self._taker.take(args, kwargs).leaves
             inputs = self._inputs.read(leaves)
             self._check_inputs(inputs)
-            check_changeable(self._changes, (args, kwargs), self._is_state)
+            check_changeable(self._changed_paths, (args, kwargs), self._is_state)
             if (busy := unsettled()) is not None:
                 raise ExecutionError(
                     f"an earlier step failed on this rank, and {busy} may still write into its "

@@ -117,26 +117,43 @@ class _Naming:
         if pytree.tree_is_leaf(value):
             return value
         if id(value) not in self._made:
-            parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+            own = id(value)  # pytree keeps the function, and what it holds, until a collection
+            parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
             named = list(map(self.named, parts))
             is_same = all(map(operator.is_, named, parts))
             self._made[id(value)] = value, value if is_same else pytree.tree_unflatten(named, spec)
         return self._made[id(value)][1]
 
 
+def changed_paths(leaves: list[Any], spec: Any) -> list[tuple[Any, ...]]:
+    """Where the containers are that a step changes.
+
+    Args:
+        leaves, spec: of a `Left`; the leaves of results may be anything.
+    """
+    result, changes, _ = spec.children()
+    start, found = result.num_leaves, []
+    for change in changes.children():
+        path = change.children()[0]
+        found.append(pytree.tree_unflatten(leaves[start : start + path.num_leaves], path))
+        start += change.num_leaves
+    return found
+
+
 def check_changeable(
-    changes: list[Change], arguments: Arguments, is_state: Callable[[object], bool]
+    paths: list[tuple[Any, ...]], arguments: Arguments, is_state: Callable[[object], bool]
 ) -> None:
     """Looks, before a run, at the lists and dictionaries that it will change.
 
     Args:
+        paths: as `changed_paths` gives them.
         is_state: whether one of them is part of the step's state.
 
     Raises:
         ExecutionError: one of them is in two places, where the trace had two containers (code
             ``sharing``).
     """
-    if not changes:
+    if not paths:
         return
     places = Counter[int]()
 
@@ -145,8 +162,8 @@ def check_changeable(
         return False
 
     pytree.tree_flatten(arguments, is_leaf=counted)  # also in containers that no step may change
-    for change in changes:
-        container = _at(arguments, change.path)
+    for path in paths:
+        container = _at(arguments, path)
         if places[id(container)] > 1 or is_state(container):
             raise ExecutionError(
                 "the step changes a list or dictionary that is in several places among its "
@@ -243,4 +260,13 @@ def _at(arguments: Arguments, path: tuple[Any, ...]) -> Any:
     return value
 
 
-__all__ = ["Arguments", "Change", "Containers", "Left", "Unrecordable", "check_changeable", "leave"]
+__all__ = [
+    "Arguments",
+    "Change",
+    "Containers",
+    "Left",
+    "Unrecordable",
+    "changed_paths",
+    "check_changeable",
+    "leave",
+]

@@ -47,7 +47,8 @@ def lost_attribute(tree: Any) -> Lost | None:
     elif kind is list or kind is tuple:
         parts = list(tree)
     else:
-        parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+        own = id(tree)  # pytree keeps the function, and what it holds, until a collection
+        parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != own)
         fault = None if kind in _WITHOUT_ATTRIBUTES else _fault(tree, parts, spec)
         if fault is not None:
             return Lost(tree, fault)

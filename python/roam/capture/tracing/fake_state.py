@@ -67,6 +67,7 @@ from roam.torch_compat.private import (
     joined,
     layout_of,
     local_of,
+    neg_view,
     parameters_of,
     set_flat_weights,
 )
@@ -520,7 +521,7 @@ class FakeState:
             if local.is_conj():
                 made = made.conj()
             if local.is_neg():
-                made = torch._neg_view(made)
+                made = neg_view(made)
             if not local._is_view():
                 made = made.data
         if is_dtensor(tensor):
