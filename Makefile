@@ -201,10 +201,9 @@ release:
 	done
 	ls -l $(DIST)
 
-# While packages arrive and while mypy thinks, a core compiles the planner's tests. The Python tests
-# have the machine to themselves. Nothing is compiled twice. Without
-# link-time optimization the wheel takes 40 s of processor time less to build, and the planner is about as fast;
-# without line tables the planner's tests take 50 s less.
+# While packages arrive, a core compiles the planner and its tests. While mypy thinks, the planner's tests run. The
+# Python tests have the machine to themselves. Without link-time optimization the wheel takes 40 s of processor time less
+# to build, and the planner is about as fast. Without line tables the planner's tests take 50 s less to compile.
 ci: export CARGO_INCREMENTAL = 0
 ci: export CARGO_PROFILE_RELEASE_LTO = off
 ci: export CARGO_PROFILE_DEV_DEBUG = 0

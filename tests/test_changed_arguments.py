@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 import roam
 from roam.state import changed_arguments
+from roam.state.containers import MappingSpace
 
 
 class Pair(NamedTuple):
@@ -402,14 +403,15 @@ def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
 def test_an_interrupt_does_not_come_while_a_run_changes_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(container: Any, entries: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        fill(container, entries)
+    class Interrupted(MappingSpace):
+        def put(self, items: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().put(items)
 
-    step, fill = roam.compile(Task(pops).step), changed_arguments._fill
+    step = roam.compile(Task(pops).step)
     step(batch(0))
     given = batch(1)
-    monkeypatch.setattr(changed_arguments, "_fill", interrupted)
+    monkeypatch.setattr(changed_arguments, "_space", lambda container: Interrupted(container, ""))
     with pytest.raises(KeyboardInterrupt):
         step(given)
     assert list(given) == ["names", "weight", "more", "output", "queue", "numbers"]

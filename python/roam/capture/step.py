@@ -598,8 +598,12 @@ def _is_settled(settles: _Settles, after: Program) -> bool:
 
 
 def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
-    """Refuses what a step has changed: of that, if possible, what it changes at later calls too,
-    since the other changes are allowed.
+    """The refusal of a step that changes Python state.
+
+    Args:
+        moved: all that it changes.
+        lasting: what it changes at later calls too. One of these is named if there is any, since
+            the others are allowed.
     """
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])

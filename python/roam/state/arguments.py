@@ -331,7 +331,7 @@ def _check_attributes(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None
     leaves, _ = flatten_with_paths(arguments, lambda part: part is lost.container)
     path = next(argument_path(keys) for keys, leaf in leaves if leaf is lost.container)
     raise CaptureError(
-        f"{path} has {lost.fault}, or has it after the step, and a plan takes only the entries along; put the value under a key of a "
+        f"{path} has {lost.fault}, before or after the step, and a plan would keep the entries alone; put the value under a key of a "
         "dictionary, or pass or return it by itself",
         code="container_attribute",
     )

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
+from roam.state.containers import MappingSpace, SequenceSpace
 from roam.state.equality import is_plain, same
+from roam.state.spaces import Items, Space
 from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
@@ -68,9 +70,10 @@ class Containers:
     def __init__(self, arguments: Arguments) -> None:
         self._all = list(_containers(arguments))
         self._held = [
-            (path, container, _entries(container))
+            (path, space, space.items())
             for path, container in self._all
             if type(container) in _CHANGEABLE
+            for space in (_space(container),)
         ]
 
     def left(self, result: Any) -> Left:
@@ -80,16 +83,16 @@ class Containers:
             Unrecordable: a dictionary has keys that are not plain values.
         """
         others = [
-            (path, container, entries, now)
-            for path, container, entries in self._held
-            if not _are_same(entries, now := _entries(container))
+            (path, space, before, now)
+            for path, space, before in self._held
+            if not _are_same(before, now := space.items())
         ]
         changes = [
-            _change(path, type(container) is list, before, now)
-            for path, container, before, now in others
+            _change(path, isinstance(space, SequenceSpace), before, now)
+            for path, space, before, now in others
         ]
-        for _, container, before, _ in others:
-            _fill(container, before)
+        for _, space, before, _ in others:
+            space.put(before)
         if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
             raise Unrecordable
         naming = _Naming({id(container): path for path, container in self._all})
@@ -202,7 +205,7 @@ def leave(left: Left, arguments: Arguments) -> Any:
         )
         filled.append((container, entries))
     for container, entries in filled:
-        _fill(container, entries)
+        _space(container).put(entries)
     return result
 
 
@@ -216,28 +219,18 @@ def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
         yield from _containers(part, (*path, key))
 
 
-def _entries(container: Any) -> list[tuple[Any, Any]]:
-    return list(enumerate(container) if type(container) is list else container.items())
+def _space(container: Any) -> Space:
+    return SequenceSpace(container, "") if type(container) is list else MappingSpace(container, "")
 
 
-def _fill(container: Any, entries: list[tuple[Any, Any]]) -> None:
-    if type(container) is list:
-        container[:] = [value for _, value in entries]
-    else:
-        container.clear()
-        container.update(entries)
-
-
-def _are_same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+def _are_same(one: Items, other: Items) -> bool:
     return len(one) == len(other) and all(
         same(key, other_key) and value is other_value
         for (key, value), (other_key, other_value) in zip(one, other, strict=True)
     )
 
 
-def _change(
-    path: tuple[Any, ...], is_list: bool, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]
-) -> Change:
+def _change(path: tuple[Any, ...], is_list: bool, before: Items, now: Items) -> Change:
     if not is_list:
         held = dict(before)
         put = {key: value for key, value in now if key not in held or held[key] is not value}

@@ -1,9 +1,9 @@
-"""Containers whose objects have attributes beside their entries, such as
-`outputs.extra = x` on an output of transformers, `note` on an ordered dictionary, and attributes of
-a class that derives from a named tuple.
+"""Containers that have attributes beside their entries: `outputs.extra = x` gives one to an output
+of transformers, `batch.note = x` to an ordered dictionary, and a class that derives from a named
+tuple may have some.
 
-PyTorch's pytree takes a container apart to its entries, and makes another one of these. What else
-the container held is lost without a word, so it is looked for here.
+PyTorch's pytree takes a container apart to its entries, and makes another container of these. It
+loses such attributes without an error, so they are looked for here, and refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Lost(NamedTuple):
 def lost_attribute(tree: Any) -> Lost | None:
     """The first container in a tree with an attribute that pytree would lose or change.
 
-    Only missing names, and tensors and plain values that differ, count: others, such as lists that
-    a container makes for itself, are made anew with it.
+    An attribute counts if a container made of the same entries lacks it, or has another tensor or
+    plain value there. Other values, such as a list that the class makes itself, are made anew.
     """
     kind = type(tree)
     if kind in _LEAVES or pytree.tree_is_leaf(tree):

@@ -207,9 +207,9 @@ class Snapshot:
         return found
 
     def lasting(self, known: set[str]) -> list[str]:
-        """The changes of which `moved` tells, but for numbers, and for lists and dictionaries which
-        differ from those that they replace only by tensors: a plan can follow these once it knows
-        of them.
+        """The changes that `moved` gives, without those that a plan can follow once it knows of
+        them: numbers, and lists and dictionaries that differ from the ones that they replace by
+        tensors alone.
 
         Args:
             known: paths of numbers that are followed already.

@@ -68,9 +68,8 @@ def deep_copier(
             storages.setdefault(c_pointer(fake.untyped_storage()), made)
             made.requires_grad_(fake.requires_grad)
             if fake.grad is not None:
-                made.grad = fake.grad.__deepcopy__(
-                    memo
-                )  # not by itself: a circle outlives the step
+                # A function that names itself is a circle, which would keep the trace alive.
+                made.grad = fake.grad.__deepcopy__(memo)
         memo[id(fake)] = made
         if real is not None:
             memo[id(real)] = made

@@ -218,8 +218,8 @@ def record_endings(
 
 def _removed(reference: StateReference) -> CaptureError:
     return CaptureError(
-        f"the step removes {reference.path}; assign another value instead, or remove it from a copy, such as "
-        "dict(batch) of an object that is a batch",
+        f"the step removes {reference.path}; assign another value instead, or remove it from a copy (of a batch that is an "
+        "object of a library, dict(batch) is one)",
         code="owner_removed",
     )
 

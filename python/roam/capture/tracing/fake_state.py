@@ -36,7 +36,7 @@ from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain
-from roam.state.metadata import layout_over_devices
+from roam.state.metadata import layout_over_devices, storage_of
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
@@ -58,7 +58,6 @@ from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
     FakeTensorMode,
-    c_pointer,
     flat_weights_of,
     frame_evaluation,
     holds_mask,
@@ -650,11 +649,10 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _storage_of(value: Any) -> int | None:
-    """The storage of a tensor; None for what has none of its own."""
+    """The storage of a strided tensor; None for anything else."""
     tensor = local_of(value)
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return None
-    return c_pointer(tensor.untyped_storage())
+    is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return storage_of(tensor) if is_strided else None
 
 
 def _makes_nothing(_: Any) -> None:
