@@ -435,12 +435,14 @@ def _captured(
     taker = known.taker
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
-    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
     is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:
-        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
+    if reads.is_narrow or reads.everything:
+        _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
@@ -476,6 +478,7 @@ def _captured(
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
             raise ReadMore from error
+        _close_shared(reach, known)
         if reach.may_be_narrower():
             reads.narrow()
             raise ReadMore from error
@@ -560,13 +563,27 @@ def _what_was_read(
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
     changing = known.numbers
-    narrow = reach_of(train_step, args, kwargs, reach.reads.narrow(), opened, known.renewed)
+    reads = reach.reads.narrow()
+    narrow = reach_of(train_step, args, kwargs, reads, opened, known.renewed, known.taker.closed)
+    _close_shared(narrow, known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
     if narrow.faked() != reach.faked() or _numbers(narrow, changing) != _numbers(reach, changing):
         raise ReadMore
     return narrow
+
+
+def _close_shared(reach: Reach, known: Known) -> None:
+    """Has containers among the arguments that the step's state holds too count as state.
+
+    Raises:
+        ReadMore: there are such containers, and the trace had others in their places.
+    """
+    if reach.shared:
+        closed = {id(container): container for container in reach.shared}
+        known.taker = replace(known.taker, closed={**known.taker.closed, **closed})
+        raise ReadMore
 
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ loses such attributes without an error, so they are looked for here, and refused
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,14 +34,17 @@ class Lost(NamedTuple):
     fault: str
 
 
-def lost_attribute(tree: Any) -> Lost | None:
+def lost_attribute(tree: Any, closed: Collection[int] = ()) -> Lost | None:
     """The first container in a tree with an attribute that pytree would lose or change.
 
     An attribute counts if a container made of the same entries lacks it, or has another tensor or
     plain value there. Other values, such as a list that the class makes itself, are made anew.
+
+    Args:
+        closed: identities of containers that are not taken apart.
     """
     kind = type(tree)
-    if kind in _LEAVES or pytree.tree_is_leaf(tree):
+    if kind in _LEAVES or pytree.tree_is_leaf(tree) or id(tree) in closed:
         return None
     if kind is dict:
         parts = list(tree.values())
@@ -52,7 +56,9 @@ def lost_attribute(tree: Any) -> Lost | None:
         fault = None if kind in _WITHOUT_ATTRIBUTES else _fault(tree, parts, spec)
         if fault is not None:
             return Lost(tree, fault)
-    return next((lost for part in parts if (lost := lost_attribute(part)) is not None), None)
+    return next(
+        (lost for part in parts if (lost := lost_attribute(part, closed)) is not None), None
+    )
 
 
 def _fault(container: Any, parts: list[Any], spec: Any) -> str | None:

@@ -46,6 +46,7 @@ from roam.state.references import (
     PlaceReference,
     StateKeys,
 )
+from roam.state.user_dicts import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -153,7 +154,7 @@ def trace(
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
-            containers = Containers((args, kwargs))
+            containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
             try:
                 result = _run(step, args, kwargs)
@@ -306,11 +307,10 @@ def _own_arguments(
     for reference, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)
-    given = taken.put(leaves)
+    closed = fake_state.taker.closed
     return *pytree.tree_map_only(
-        PackedSequence, recorder.with_values, given, is_leaf=_is_packed
+        PackedSequence,
+        recorder.with_values,
+        opened(taken.put(leaves), closed),
+        is_leaf=lambda value: isinstance(value, PackedSequence) or id(value) in closed,
     ), received
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
