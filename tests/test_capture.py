@@ -406,7 +406,7 @@ class TestRefuses:
         def step(model, optimizer, x, y):
             loss = plain_step(model, optimizer, x, y)
             scheduler.step()
-            return loss, optimizer.param_groups[0]["lr"]
+            return loss, optimizer.param_groups[0]["lr"] * 2
 
         with pytest.raises(roam.CaptureError, match="not known until the step has run"):
             roam.capture(step, model, optimizer, x, y)

@@ -309,7 +309,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             code="result",
         )
     parts = opened(
-        result, lambda value: id(value) in known, lambda value: recorder.slot_of(value) is not None
+        result,
+        lambda value: id(value) in known,
+        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
     )
     leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = list[Any](), list[History]()
@@ -320,6 +322,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             recorder.note_joined(len(references) - 1, leaf)
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
+        elif (late := recorder.late(leaf)) is not None:
+            recorder.program.late.append((len(references), late))
+            references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif is_plain(leaf) or isinstance(leaf, type):

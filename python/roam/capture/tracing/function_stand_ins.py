@@ -75,7 +75,12 @@ not_tracing = functools.partial(tracing, False)
 
 @contextmanager
 def stand_ins_placed(
-    fake_state: FakeState, recorder: Recorder, frames: Frames, reductions: Reductions
+    fake_state: FakeState,
+    recorder: Recorder,
+    frames: Frames,
+    reductions: Reductions,
+    *,
+    live_numbers: bool,
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
@@ -268,8 +273,7 @@ def stand_ins_placed(
         stack.enter_context(
             fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
         )
-        for path, scheduler in fake_state.reach.schedulers:
-            stack.enter_context(called_later(fake_state, recorder, path, scheduler))
+        stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
         copies.check(recorder.refuse)
