@@ -731,18 +731,25 @@ class _Tracer:
                 return programs
 
     def _check_alone(self, programs: list[Program], live_arguments: bool) -> None:
-        """Refuses a step that cannot be traced twice in a row if another trace from the same state
+        """Refuses a step of which no two traces in a row agree if another trace from the same state
         differs: it depends on something that no guard sees.
         """
         error = programs[0].unsettled
-        if not isinstance(error, CaptureError) or error.code != "step_raised":
+        if isinstance(error, _Unlike):
+            error = error.refusal
+        elif not isinstance(error, CaptureError) or error.code != "step_raised":
             return
-        (again,) = self._programs(live_arguments, True, only_first=True)
+        (again,) = self._programs(live_arguments, True, only_first=True, stirs=True)
         if difference(programs[0], again) is not None:
             raise error
 
     def _programs(
-        self, live_arguments: bool, live_numbers: bool, *, only_first: bool
+        self,
+        live_arguments: bool,
+        live_numbers: bool,
+        *,
+        only_first: bool,
+        stirs: bool = False,
     ) -> list[Program]:
         fake_state = FakeState(
             self.reach,
@@ -763,11 +770,15 @@ class _Tracer:
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
         change: str | None = None
+        starts: list[list[int]] = []
         try:
             args, kwargs = fake_state.enter()
             inside = Snapshot(self.reach, leaves_others=True)
+            if stirs:
+                inside.stir()
             for _ in range(_MOST_TRACES):
                 self.known.traces += 1
+                starts.append(fake_state.sharing())
                 try:
                     program = trace(
                         fake_state,
@@ -848,11 +859,15 @@ class _Tracer:
             switches.restore()
             snapshot.restore(fake_state.fakes())
             fake_state.leave()
-        raise CaptureError(
+        refusal = CaptureError(
             f"the step did different things in two traces from the same state: {change}; let the "
             "step depend on its arguments and state alone",
             code="unstable",
         )
+        if starts[-1] == starts[-2]:
+            raise refusal
+        programs[0].unsettled = _Unlike(refusal)
+        return programs[:1]
 
     def _lasting(
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -909,6 +924,24 @@ class _Tracer:
                 and all(map(operator.is_, map(difference, one, other), repeat(None)))
             ),
         )
+
+
+class _Unlike(CaptureError):
+    """A step puts tensors in places so that the next step, with the same arguments, finds other
+    places that share one, as `self.last, self.obs = self.obs, obs.detach()` does.
+
+    Attributes:
+        refusal: of a step that differs in two traces for another reason.
+    """
+
+    def __init__(self, refusal: CaptureError) -> None:
+        super().__init__(
+            "after the step other places share tensors, with one another or with the arguments, than before it, "
+            "so the next step can be captured only when this one has run; roam.compile does so, and "
+            'capture(step="first") captures this one',
+            code="unsettled",
+        )  # fmt: skip
+        self.refusal = refusal
 
 
 def refuse_shapeless(reach: Reach) -> None:
