@@ -25,7 +25,12 @@ from roam.capture.tracing.endings import (
     record_endings,
 )
 from roam.capture.tracing.fake_state import FakeState
-from roam.capture.tracing.function_stand_ins import not_tracing, stand_ins_placed, tracing
+from roam.capture.tracing.function_stand_ins import (
+    OWN_BATCHES,
+    not_tracing,
+    stand_ins_placed,
+    tracing,
+)
 from roam.capture.tracing.imports import imports_leave
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch
@@ -220,7 +225,15 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
-    except (CaptureError, ExecutionError):  # the latter if another rank has left
+    except CaptureError as error:
+        if error.code == "value_reached_python" and _is_of_loader(error):
+            raise CaptureError(
+                f"the step goes through a DataLoader at {user_line(error)}, which decides in Python, by a number that a run draws or "
+                f"computes, what a batch is; {OWN_BATCHES}",
+                code="iterator", source=user_line(error),
+            ) from error  # fmt: skip
+        raise
+    except ExecutionError:  # if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -251,6 +264,14 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )  # fmt: skip
         refusal.settles = settles
         raise refusal from error
+
+
+def _is_of_loader(error: BaseException) -> bool:
+    """Whether an exception comes from PyTorch's loaders and samplers of data."""
+    names = (
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    return any(name.startswith("torch.utils.data.") for name in names)
 
 
 def _is_raised_by_user(error: BaseException) -> bool:
