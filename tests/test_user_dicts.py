@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -112,20 +113,24 @@ def described(value: Any, names: dict[int, int]) -> Any:
         return [(key, described(part, names)) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return type(value), [described(part, names) for part in value]
-    return value
+    return 0 if isinstance(value, tokenizers.Encoding) else value
 
 
-def trained(change: Callable[..., Any], make: Any, compiles: bool, **options: Any) -> Any:
+def trained(
+    change: Callable[..., Any], make: Any, compiles: bool, most: int = 2, **options: Any
+) -> Any:
     task = Task(change)
     step = roam.compile(task.step, **options) if compiles else task.step
     found = []
     for number in range(5):
         given = make(number)
         data = given.data
+        texts = given.__dict__.get("_encodings")
         result = step(given)
         found.append(described([given, data, result], {}))
+        assert given.__dict__.get("_encodings") is texts
     if compiles:
-        assert len(step.plans) <= 2
+        assert len(step.plans) <= most
     return found, [parameter.tolist() for parameter in task.model.parameters()]
 
 
@@ -148,6 +153,51 @@ CASES = {
 def test_steps_leave_what_eager_pytorch_leaves(case: str, memory: str | None) -> None:
     change, make = CASES[case]
     assert trained(change, make, True, memory=memory) == trained(change, make, False)
+
+
+def tokenized() -> Callable[[int], Any]:
+    """Makes batches as a fast tokenizer does."""
+    words = list("abcdef")
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, "a")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+
+    def make(number: int) -> Any:
+        texts = [" ".join(words[(number + k) % 6] for k in (0, place, 2)) for place in range(64)]
+        return BatchEncoding(entries(number), tokenizer.encode_batch(texts))
+
+    return make
+
+
+def looks_at_none(model: Any, batch: Any) -> Any:
+    labels = batch.pop("labels")
+    return F.cross_entropy(model(batch["x"]), labels), (batch, batch.is_fast, batch.encodings)
+
+
+def looks_at_an_encoding(model: Any, batch: Any) -> Any:
+    return model(batch["x"]).square().mean() * (batch.encodings[0].ids[0] + 1), None
+
+
+def asks_whether_two_are_one(model: Any, batch: Any) -> Any:
+    factor = 2 if batch.encodings[0] is batch.encodings[1] else 3
+    return model(batch["x"]).square().mean() * factor, None
+
+
+def asks_for_its_class(model: Any, batch: Any) -> Any:
+    factor = 2 if type(batch.encodings[0]) is tokenizers.Encoding else 3
+    return model(batch["x"]).square().mean() * factor, None
+
+
+@pytest.mark.parametrize("change", [looks_at_none, asks_for_its_class])
+def test_texts_that_the_step_does_not_look_at_need_no_plans(change: Callable[..., Any]) -> None:
+    expected = trained(change, tokenized(), False)
+    assert trained(change, tokenized(), True, most=3) == expected
+
+
+@pytest.mark.parametrize("change", [looks_at_an_encoding, asks_whether_two_are_one])
+def test_texts_that_the_step_looks_at_are_guarded(change: Callable[..., Any]) -> None:
+    assert trained(change, tokenized(), True, most=9) == trained(change, tokenized(), False)
 
 
 def test_pytree_still_takes_them_for_leaves() -> None:

@@ -27,7 +27,7 @@ from roam.state.lost_attributes import lost_attribute
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.spaces import Place, Space
 from roam.state.user_dicts import flattened, leaves_at, opened
-from roam.state.value_stand_ins import VALUES, StandIn
+from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
 _HEAP_TYPE: Final = 1 << 9
@@ -238,9 +238,9 @@ class Taken:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[int, str, Any]]:
         """The place, the path and the value of each leaf that a step may hand around unread."""
-        paths = self.paths(argument_path, args, kwargs)
+        paths, known = self.paths(argument_path, args, kwargs), kinds()
         for place, (path, leaf) in enumerate(zip(paths, self.leaves, strict=True)):
-            if type(leaf) in VALUES:
+            if type(leaf) in known:
                 yield place, path, leaf
 
 

@@ -674,7 +674,9 @@ def _leaf_key(value: Any, unread: Collection[type]) -> Hashable:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return metadata_of(value)
-    if is_hashed_by_value(kind) and kind not in unread:
+    if kind in unread:
+        return (kind,)
+    if is_hashed_by_value(kind):
         return kind, value
     if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
         return (kind,)  # a float may be live, and the others take long to compare
