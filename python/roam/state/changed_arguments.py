@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from roam.errors import ExecutionError
 from roam.state.containers import MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain, same
+from roam.state.lost_attributes import loses_attributes
 from roam.state.spaces import Items, Space
 from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import pytree
@@ -126,8 +127,9 @@ class _Naming:
             own = id(value)  # pytree keeps the function, and what it holds, until a collection
             parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
             named = list(map(self.named, parts))
-            is_same = all(map(operator.is_, named, parts))
-            self._made[id(value)] = value, value if is_same else pytree.tree_unflatten(named, spec)
+            # What would lose attributes stays too, and is refused where results are looked at.
+            stays = all(map(operator.is_, named, parts)) or loses_attributes(value, parts, spec)
+            self._made[id(value)] = value, value if stays else pytree.tree_unflatten(named, spec)
         return self._made[id(value)][1]
 
 

@@ -53,7 +53,7 @@ def lost_attribute(tree: Any, closed: Collection[int] = ()) -> Lost | None:
     else:
         own = id(tree)  # pytree keeps the function, and what it holds, until a collection
         parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != own)
-        fault = None if kind in _WITHOUT_ATTRIBUTES else _fault(tree, parts, spec)
+        fault = _fault(tree, parts, spec)
         if fault is not None:
             return Lost(tree, fault)
     return next(
@@ -61,8 +61,15 @@ def lost_attribute(tree: Any, closed: Collection[int] = ()) -> Lost | None:
     )
 
 
+def loses_attributes(container: Any, parts: list[Any], spec: Any) -> bool:
+    """Whether another container that pytree makes of these parts of one would lack or change an
+    attribute.
+    """
+    return _fault(container, parts, spec) is not None
+
+
 def _fault(container: Any, parts: list[Any], spec: Any) -> str | None:
-    attributes = attributes_of(container)
+    attributes = None if type(container) in _WITHOUT_ATTRIBUTES else attributes_of(container)
     if not attributes:
         return None
     try:
@@ -85,4 +92,4 @@ def _is_other(value: Any, made: Any) -> bool:
     return type(value) is not type(made) or issubclass(type(value), torch.Tensor)
 
 
-__all__ = ["Lost", "lost_attribute"]
+__all__ = ["Lost", "loses_attributes", "lost_attribute"]

@@ -287,12 +287,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     known.update(
         id(one) for one in _containers(arguments, opens=True) if not isinstance(one, tuple)
     )
-    if any(id(one) in known for one in changeable):
-        raise CaptureError(
-            "the step returns a list or dictionary from before the step, and a plan would return "
-            "another one; return a copy, such as list(x) or dict(x)",
-            code="result",
-        )
     lost = lost_attribute(result)
     if lost is not None:
         raise CaptureError(
@@ -300,6 +294,12 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             f"{lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
             "(dict(x) has the entries)",
             code="container_attribute",
+        )
+    if any(id(one) in known for one in changeable):
+        raise CaptureError(
+            "the step returns a list or dictionary from before the step, and a plan would return "
+            "another one; return a copy, such as list(x) or dict(x)",
+            code="result",
         )
     known.update(map(id, changeable))
     if len({id(one) for one in changeable}) < len(changeable):
