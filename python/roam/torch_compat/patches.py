@@ -137,6 +137,9 @@ PATCHES: Final = (
     Patch("torch.optim._adafactor", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
+    # Loaders of data.
+    Patch("torch.utils.data.DataLoader", ("__iter__",), "a step that goes through a loader with processes is refused",
+          "processes are started in a trace, and end with an error that names no remedy"),
     # Optimizers, schedulers, scalers.
     Patch("torch", ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
