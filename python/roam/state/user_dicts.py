@@ -70,21 +70,18 @@ def opened(tree: Any, closed: Collection[int] = ()) -> Any:
     Args:
         closed: identities of what is to stay as it is, with all that is in it.
     """
-    is_leaf = leaves_at(closed)
-    if not any(map(_is_kind, set(map(type, pytree.tree_leaves(tree, is_leaf))))):
-        return tree
-    return pytree.tree_map(functools.partial(_opened, closed=closed), tree, is_leaf=is_leaf)
+    return flattened(tree, closed)[2]
 
 
-def flattened(tree: Any, closed: Collection[int] = ()) -> tuple[list[Any], Any]:
-    """As `pytree.tree_flatten`, for a tree in which such objects are nodes, and what is closed is a
-    leaf.
-    """
+def flattened(tree: Any, closed: Collection[int] = ()) -> tuple[list[Any], Any, Any]:
+    """As `pytree.tree_flatten`, and the tree itself: `opened`. What is closed is a leaf."""
     is_leaf = leaves_at(closed)
     leaves, spec = pytree.tree_flatten(tree, is_leaf)
-    if not any(map(_is_kind, set(map(type, leaves)))):
-        return leaves, spec
-    return pytree.tree_flatten(opened(tree, closed), is_leaf)
+    if any(map(_is_kind, set(map(type, leaves)))):
+        part = functools.partial(_opened, closed=closed)
+        tree = pytree.tree_map(part, tree, is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(tree, is_leaf)
+    return leaves, spec, tree
 
 
 def leaves_at(closed: Collection[int]) -> Callable[[Any], bool] | None:
