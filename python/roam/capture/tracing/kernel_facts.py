@@ -126,6 +126,7 @@ class KernelFacts:
             func.namespace == "aten"
             and func not in _KEPT_WHOLE
             and has_kernel_for(func.name(), "CompositeImplicitAutograd")
+            and not any(has_kernel_for(func.name(), device) for device in ("CPU", "CUDA"))
         )
         return cls(
             func,
