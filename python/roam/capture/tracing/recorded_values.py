@@ -231,7 +231,10 @@ class Values(Slots):
         """A plain float for a block in which code in C++ hands the number on to one operator as it
         is; the operator is recorded with the number itself.
         """
-        carrier = math.ldexp(1.0 + len(self.program.slots) / 2**30, -900)
+        number_of_carriers = len(self.program.slots) + len(
+            self._carried
+        )  # of those that are in use
+        carrier = math.ldexp(1.0 + number_of_carriers / 2**30, -900)
         self._carried[carrier] = number, False
         try:
             yield carrier
