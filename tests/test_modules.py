@@ -297,6 +297,24 @@ class TestBranchesThatFakesHide:
             )
         )
 
+    def test_of_what_fills_a_mask(self) -> None:
+        def step(model, x, mask, value):
+            loss = model(x).masked_fill(mask, value).square().sum()
+            loss.backward()
+            return loss
+
+        def by_where(model, x, mask, value):
+            loss = torch.where(mask, value, model(x)).square().sum()
+            loss.backward()
+            return loss
+
+        mask, value = torch.rand(4, 6) > 0.5, torch.nn.Parameter(torch.tensor(0.3))
+        error = refused(step, Block(), torch.randn(4, 6), mask, value)
+        assert error.code == "hidden_branch"
+        assert "torch.where" in str(error)
+        for function, filled in ((step, value.detach()), (by_where, value)):
+            assert roam.compare(function, Block(), torch.randn(4, 6), mask, filled).equal
+
     @pytest.mark.parametrize("is_module", [True, False])
     def test_of_a_mean_over_weights_of_targets(self, is_module: bool) -> None:
         weight = torch.rand(6)

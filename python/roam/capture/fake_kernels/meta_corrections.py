@@ -18,6 +18,7 @@ from roam.torch_compat.private import (
     current_node,
     disable_current_modes,
     function_transform,
+    packet_of,
     schema_of,
     strides_together,
     suggest_memory_format,
@@ -37,6 +38,7 @@ _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # Nodes of autograd that spread a gradient over equal elements: on real tensors they ask for a value
 # on the way.
 _SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+_SELECTS_MASKED = {"MaskedFillBackward0", "MaskedFillBackward1"}
 # Nodes of autograd that look for zeros among real values, and divide by them where there are none.
 # Fakes always go the other way, over cumulative products, which gives other bits. Of `cumprod` this
 # is met only where a second backward pass is recorded (`composite_gradients`).
@@ -252,6 +254,15 @@ def is_spread(func: Any, args: Any) -> bool:
     node: Any = current_node()
     is_transformed = function_transform() is not None  # then real tensors are multiplied, too
     return node is not None and node.name() in _SPREAD_EVENLY and not is_transformed
+
+
+def selects_masked(func: Any) -> bool:
+    """Whether a call is part of the gradient of the value that `masked_fill` fills in: real
+    gradients are selected by the mask and then added up, and fake ones are set to zero elsewhere,
+    which adds them up in another order.
+    """
+    node: Any = current_node() if packet_of(func) is aten.where else None
+    return node is not None and node.name() in _SELECTS_MASKED and function_transform() is None
 
 
 def looks_for_zeros(func: Any) -> bool:

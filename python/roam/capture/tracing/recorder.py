@@ -17,6 +17,7 @@ from roam.capture.fake_kernels.meta_corrections import (
     bytes_at_least,
     is_spread,
     looks_for_zeros,
+    selects_masked,
     without_masked,
 )
 from roam.capture.tracing import custom_ops, multi_tensor
@@ -213,6 +214,12 @@ class Recorder(Values, TorchDispatchMode):
                 "depending on whether an element is zero, and a plan has only one; multiply the elements one by one, or use "
                 "x.log().sum().exp() for positive ones",
                 code="data_dependent", op=str(func), source=source,
+            )  # fmt: skip
+        if selects_masked(func):
+            self.refuse(
+                "PyTorch computes the gradient of the value that masked_fill fills in by other "
+                "kernels for real tensors than for fake ones; write torch.where(mask, value, x)",
+                code="hidden_branch", op="aten.masked_fill.Tensor", source=source,
             )  # fmt: skip
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
         call.args, call.kwargs = (
