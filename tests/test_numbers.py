@@ -245,7 +245,10 @@ def in_new_tensors(my, x, y):
     weights = torch.tensor([rate, 2 * rate, my.steps, 1], dtype=torch.bfloat16).float()
     table = torch.tensor([[my.steps, 1], [2, 3]]), x.new_tensor((rate, 0.5)), torch.tensor([rate])
     loss = train(my, x, y, torch.as_tensor([0.5, rate]).sum())
-    return loss, weights, table, torch.tensor([loss.item(), rate]).mean()
+    weights = weights, torch.stack([torch.tensor(1.0), torch.tensor(rate)])
+    norms = [p.grad.norm() for p in my.net.parameters() if p.grad is not None]
+    sums = torch.tensor([x.sum(), y.sum(), 1, rate]), torch.tensor([[y.sum()], [y.max()]])
+    return loss, weights, table, torch.tensor([loss.item(), rate]), torch.tensor(norms).norm(), sums
 
 
 def draws_by_them(my, x, y):

@@ -411,11 +411,11 @@ def _tensor_of_numbers(program: Program, kernels: list[Call], place: int) -> int
     while end < len(kernels) and kernels[end].target is aten.full.default:
         made += kernels[end].outputs
         end += 1
-        if end < len(kernels) and kernels[end].target is aten.stack.default:
-            is_one = [part.slot for part in kernels[end].args[0]] == made
-            is_live = is_one and _asks_for_live(program, kernels[place:end])
-            return end + 2 if is_live else None  # after the view that gives it its shape
-    return place + 1 if _asks_for_live(program, kernels[place : place + 1]) and made else None
+        is_stacked = end < len(kernels) and kernels[end].target is aten.stack.default
+        if is_stacked and [part.slot for part in kernels[end].args[0]] == made:
+            # The last call is the view that gives it its shape.
+            return end + 2 if _asks_for_live(program, kernels[place:end]) else None
+    return place + 1 if made and _asks_for_live(program, kernels[place : place + 1]) else None
 
 
 def _asks_for_live(program: Program, calls: list[Call]) -> bool:

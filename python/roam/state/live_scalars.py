@@ -9,6 +9,7 @@ the value of the capture for ever. A condition (`if x > 1`) becomes a computed g
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
@@ -514,9 +515,11 @@ def _made_tensor(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> torch.Tensor | None:
-    """A new tensor of numbers of which some are live, in lists of equal lengths; None for other
-    data.
+    """A new tensor of numbers of which some are live, or tensors without dimensions, in lists of
+    equal lengths; None for other data.
     """
+    if isinstance(data, torch.Tensor):
+        return None
     numbers, shape = [data], list[int]()
     while numbers and any(isinstance(item, (list, tuple)) for item in numbers):
         lengths = {len(item) if isinstance(item, (list, tuple)) else -1 for item in numbers}
@@ -524,16 +527,34 @@ def _made_tensor(
             return None
         shape += lengths
         numbers = [number for item in numbers for number in item]
-    if not any(map(is_live, numbers)) or not all(isinstance(n, _NUMBERS) for n in numbers):
+    if not any(is_live(number) or isinstance(number, torch.Tensor) for number in numbers):
         return None
-    has_floats = any(isinstance(number, (float, torch.SymFloat)) for number in numbers)
-    dtype = dtype or (torch.get_default_dtype() if has_floats else torch.int64)
-    if has_floats and not dtype.is_floating_point:
+    kinds = list(map(_kind_of, numbers))
+    if None in kinds:
         return None
+    made_of = functools.reduce(torch.promote_types, kinds)
+    dtype = dtype or made_of
+    if made_of.is_floating_point and not dtype.is_floating_point:
+        return None
+    numbers = [n.item() if isinstance(n, torch.Tensor) else n for n in numbers]
     if dtype.is_floating_point:  # PyTorch makes integers floats of Python's first
         numbers = [trace.scalar_call(float, (n,)) if is_live(n) else float(n) for n in numbers]
     made = [torch.full((), number, dtype=dtype, device=device) for number in numbers]
     return made[0] if not shape else torch.stack(made).view(shape)
+
+
+def _kind_of(number: Any) -> Any:
+    """The dtype that PyTorch takes a number for, or a tensor without dimensions; None for any other
+    value.
+    """
+    if isinstance(number, torch.Tensor):
+        is_number = number.dim() == 0 and not number.is_complex() and number.dtype is not torch.bool
+        return number.dtype if is_number else None
+    if isinstance(number, (float, torch.SymFloat)):
+        return torch.get_default_dtype()
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, _NUMBERS) else None
 
 
 def is_live(value: Any) -> bool:
