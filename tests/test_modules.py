@@ -175,6 +175,18 @@ class TestEmbeddings:
     def test_in_bags_of_all_forms(self, form: str) -> None:
         same_by_plan(self.script("EmbeddingBag", EMBEDDINGS[form]))
 
+    @pytest.mark.parametrize("is_scaled", [True, False])
+    @pytest.mark.parametrize("padding", [None, 1])
+    def test_bags_in_bfloat16(self, padding: int | None, is_scaled: bool) -> None:
+        def step(bags, indices, offsets, scale):
+            loss = bags(indices, offsets, scale if is_scaled else None).float().square().sum()
+            loss.backward()
+            return loss
+
+        bags = torch.nn.EmbeddingBag(9, 4, mode="sum", padding_idx=padding).bfloat16()
+        indices, scale = torch.tensor([1, 5, 1, 8]), torch.rand(4).bfloat16()
+        assert roam.compare(step, bags, indices, torch.tensor([0, 2]), scale).equal
+
     @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
     def test_with_sparse_gradients_are_refused(self, kind: str) -> None:
         with pytest.raises(roam.CaptureError, match="sparse") as caught:

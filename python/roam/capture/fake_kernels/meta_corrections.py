@@ -107,6 +107,22 @@ def _multilabel_margin_loss(args: Any, result: Any) -> Any:
     return (result[0].new_empty(()), result[1]) if args[0].dim() < 2 and args[2] == 0 else result
 
 
+def _bags(args: Any, result: Any) -> Any:
+    """The quick way to add up rows, which needs no list of their bags, is open to bfloat16 too."""
+    defaults = (False, 0, False, None, False, -1)
+    given = (*args, *defaults[len(args) - 3 :])
+    weight, mode, scale, padding = given[0], given[4], given[6], given[8]
+    is_quick = (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and mode == 0
+        and weight.stride(1) == 1
+        and padding < 0
+        and (scale is None or scale.stride(0) == 1)
+    )
+    return (result[0], result[1].new_empty(0), *result[2:]) if is_quick else result
+
+
 def _window(args: Any, result: Any) -> Any:
     """A periodic window is a longer window without its last element."""
     is_periodic = len(args) < 2 or args[1]
@@ -184,6 +200,7 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
         for overload in getattr(aten, f"{name}_window").overloads()
         if not overload.endswith("out")
     },
+    **dict.fromkeys(_BAGS, _bags),
     aten.index.Tensor: _index,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
