@@ -175,6 +175,18 @@ class TestEmbeddings:
     def test_in_bags_of_all_forms(self, form: str) -> None:
         same_by_plan(self.script("EmbeddingBag", EMBEDDINGS[form]))
 
+    @pytest.mark.parametrize("is_scaled", [True, False])
+    @pytest.mark.parametrize("padding", [None, 1])
+    def test_bags_in_bfloat16(self, padding: int | None, is_scaled: bool) -> None:
+        def step(bags, indices, offsets, scale):
+            loss = bags(indices, offsets, scale if is_scaled else None).float().square().sum()
+            loss.backward()
+            return loss
+
+        bags = torch.nn.EmbeddingBag(9, 4, mode="sum", padding_idx=padding).bfloat16()
+        indices, scale = torch.tensor([1, 5, 1, 8]), torch.rand(4).bfloat16()
+        assert roam.compare(step, bags, indices, torch.tensor([0, 2]), scale).equal
+
     @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
     def test_with_sparse_gradients_are_refused(self, kind: str) -> None:
         with pytest.raises(roam.CaptureError, match="sparse") as caught:
@@ -296,6 +308,24 @@ class TestBranchesThatFakesHide:
                 Block(), wrap, images(), lambda model, x: model(x / x.max()).square().mean()
             )
         )
+
+    def test_of_what_fills_a_mask(self) -> None:
+        def step(model, x, mask, value):
+            loss = model(x).masked_fill(mask, value).square().sum()
+            loss.backward()
+            return loss
+
+        def by_where(model, x, mask, value):
+            loss = torch.where(mask, value, model(x)).square().sum()
+            loss.backward()
+            return loss
+
+        mask, value = torch.rand(4, 6) > 0.5, torch.nn.Parameter(torch.tensor(0.3))
+        error = refused(step, Block(), torch.randn(4, 6), mask, value)
+        assert error.code == "hidden_branch"
+        assert "torch.where" in str(error)
+        for function, filled in ((step, value.detach()), (by_where, value)):
+            assert roam.compare(function, Block(), torch.randn(4, 6), mask, filled).equal
 
     @pytest.mark.parametrize("is_module", [True, False])
     def test_of_a_mean_over_weights_of_targets(self, is_module: bool) -> None:

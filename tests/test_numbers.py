@@ -226,6 +226,53 @@ def compared_with_numpys_numbers(my, x, y):
     return train(my, x, y, 0.5 if is_late else 1.0)
 
 
+def by_functions_of_numpys(my, x, y):
+    my.steps += 1
+    rate = 0.05 * (1 + np.cos(np.pi * my.steps / STEPS)) / np.sqrt(my.steps)
+    my.optimizer.param_groups[0]["lr"] = rate * np.exp(-0.5 * rate)
+    return train(my, x, y), rate
+
+
+def by_functions_of_pythons(my, x, y):
+    my.steps += 1
+    angle = math.atan2(my.steps, 3) + math.asin(1 / my.steps) + math.fmod(my.steps, 0.7)
+    return train(my, x, y, math.erf(angle) * math.fabs(math.sinh(-angle)))
+
+
+def in_new_tensors(my, x, y):
+    my.steps += 1
+    rate = 1 / my.steps
+    weights = torch.tensor([rate, 2 * rate, my.steps, 1], dtype=torch.bfloat16).float()
+    table = torch.tensor([[my.steps, 1], [2, 3]]), x.new_tensor((rate, 0.5)), torch.tensor([rate])
+    loss = train(my, x, y, torch.as_tensor([0.5, rate]).sum())
+    weights = weights, torch.stack([torch.tensor(1.0), torch.tensor(rate)])
+    norms = [p.grad.norm() for p in my.net.parameters() if p.grad is not None]
+    sums = torch.tensor([x.sum(), y.sum(), 1, rate]), torch.tensor([[y.sum()], [y.max()]])
+    return loss, weights, table, torch.tensor([loss.item(), rate]), torch.tensor(norms).norm(), sums
+
+
+def draws_by_them(my, x, y):
+    my.steps += 1
+    noise = torch.empty_like(x).normal_(0.0, 1 / my.steps)
+    shift = torch.empty_like(x).uniform_(-0.1 * my.steps, 0.1 * my.steps)
+    kept = torch.empty_like(x).bernoulli_(p=my.steps / 10)
+    return train(my, x * kept + noise + shift, y), torch.nn.init.normal_(noise, std=my.steps)
+
+
+def drops_out_by_them(my, x, y):
+    rate = max(0.0, 0.5 - my.steps / 8)
+    my.steps += 1
+    masked = functional.dropout(functional.dropout(x.t(), rate).t() + 0, rate, inplace=True)
+    return train(my, functional.dropout(masked, rate, training=False), y), masked
+
+
+def cuts_at_a_share(my, x, y):
+    my.steps += 1
+    share = 1 - 0.9**my.steps
+    small = x.quantile(share, dim=1, keepdim=True)
+    return train(my, x * (x > torch.quantile(x, q=share)) + small, y), torch.nanquantile(x, share)
+
+
 def looks_at_the_type(my, x, y):
     my.steps += 1
     return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
@@ -248,6 +295,9 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
         (compared_with_none, 1), (looks_at_the_type, 1), (right_of_numpys_numbers, 1),
         (compared_with_numpys_numbers, 2),
+        (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
+        (by_functions_of_pythons, 1), (in_new_tensors, 1),
+        (draws_by_them, 1), (drops_out_by_them, 2), (cuts_at_a_share, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip

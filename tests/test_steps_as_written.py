@@ -68,6 +68,35 @@ class TestStepsAsUsersWriteThem:
         seen = torch.zeros(4)
         self.check(make)
 
+    def test_values_in_inference_mode(self) -> None:
+        """There, autograd does not take operators apart that consist of others."""
+        norm = torch.nn.InstanceNorm1d(3, track_running_stats=True)
+        seen = {"right": 0, "loss": 0.0}
+
+        @torch.inference_mode()
+        def validated(model, x, y):
+            scores = model(x)
+            norm(scores[None].transpose(1, 2))  # changes its running statistics
+            seen["right"] += (scores.argmax(1) == y).sum().item()
+            loss = functional.cross_entropy(scores, y, label_smoothing=0.1)
+            seen["loss"] += loss.item()
+            return (loss * 2 if loss > 1.05 else loss), y.tolist()
+
+        def script(wrap):
+            norm.reset_running_stats()
+            seen.update(right=0, loss=0.0)
+            net = Net()
+            chosen = adamw(net)
+
+            @wrap
+            def step(model, optimizer, x, y):
+                return plain_step(model, optimizer, x, y), validated(model, x, y)
+
+            returned = [step(net, chosen, x, batches(1)[0][1]) for x, _ in batches(4)]
+            return [returned, net.state_dict(), chosen.state_dict(), norm.state_dict(), dict(seen)]
+
+        both(script)
+
     def test_a_view_in_inference_mode_of_what_changes_is_refused(self) -> None:
         net = Net()
 
@@ -122,6 +151,36 @@ class TestStepsAsUsersWriteThem:
             return [returned, net.state_dict(), chosen.state_dict()]
 
         both(script)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            torch.linalg.svdvals,
+            lambda m: torch.linalg.matrix_norm(m, 2),
+            lambda m: torch.linalg.cond(m.T @ m),
+            lambda m: torch.linalg.eigvalsh(m.T @ m),
+            lambda m: torch.linalg.eigvals(m.T @ m).abs(),
+            lambda m: torch.func.vmap(torch.linalg.svdvals)(m.view(2, -1, m.shape[1])),
+            lambda m: torch.func.grad(lambda n: torch.linalg.svdvals(n.detach()).sum() * n.sum())(
+                m
+            ),
+            torch.inference_mode()(torch.linalg.svdvals),
+        ],
+        ids=["svd", "norm", "cond", "symmetric", "eig", "vmap", "grad", "inference"],
+    )
+    def test_singular_values_and_eigenvalues(self, values: Callable[[Any], Any]) -> None:
+        """PyTorch computes them of fake tensors in another way than of real ones."""
+
+        def make(net):
+            def step(model, optimizer, x, y):
+                torch.linalg.svdvals(model.first.weight).sum().backward()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                return values(model.first.weight.detach())
+
+            return step
+
+        self.check(make)
 
     def test_zero_grad_at_the_end(self) -> None:
         def make(net):

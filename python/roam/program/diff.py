@@ -15,7 +15,9 @@ from roam.program.bits import differ
 from roam.program.ir import Call, ComputedGuard, Program, Ref, substitute
 from roam.state.equality import same
 from roam.state.references import ArgumentReference, Skeleton
-from roam.torch_compat.private import OpOverload
+from roam.torch_compat.private import OpOverload, schema_of
+
+aten = torch.ops.aten
 
 _besides_arguments = attrgetter(
     *(item.name for item in fields(Call) if item.compare and item.name not in ("args", "kwargs"))
@@ -381,45 +383,62 @@ def agrees(live: Program, plain: Program) -> bool:
         [call for call in program.calls if isinstance(call.target, OpOverload)]
         for program in (live, plain)
     )
-    if len(kernels) != len(others):
-        return False
-    literals = set()
-    for one, other in zip(kernels, others, strict=True):
-        if _makes_tensor_of_number(live, one) and (slot := _literal(plain, other)) is not None:
+    literals, place = set(), 0
+    for other in others:
+        end = _tensor_of_numbers(live, kernels, place)
+        if end is not None and (slot := _literal(plain, other)) is not None:
             literals.add(slot)
-        elif one.target is not other.target or not _fits(
-            live, (one.args, one.kwargs), (other.args, other.kwargs)
+            place = end
+            continue
+        if place >= len(kernels):
+            return False
+        one = kernels[place]
+        place += 1
+        # PyTorch leaves out numbers that are the defaults.
+        left_out = schema_of(other.target).arguments[len(other.args) : len(one.args)]
+        plain_args = (*other.args, *(argument.default_value for argument in left_out))
+        if one.target is not other.target or not _fits(
+            live, (one.args, one.kwargs), (plain_args, other.kwargs)
         ):
             return False
     constants = [constant for constant in plain.constants if constant[1] not in literals]
-    return _fits(live, live.result[0], plain.result[0]) and _same_constants(
-        live.constants, constants
+    return (
+        place == len(kernels)
+        and _fits(live, live.result[0], plain.result[0])
+        and _same_constants(live.constants, constants)
     )
 
 
-def _makes_tensor_of_number(program: Program, call: Call) -> bool:
-    """Whether a call is `torch.tensor(x)` of a live number."""
-    return call.target is torch.ops.aten.full.default and any(
-        program.slots[slot] is None for slot in call.refs()
-    )
+def _tensor_of_numbers(program: Program, kernels: list[Call], place: int) -> int | None:
+    """Where the calls end that stand for `torch.tensor(x)` of a live number, or of lists of numbers
+    of which some are live; None if no such calls begin at a place.
+    """
+    end, made = place, list[int | None]()
+    while end < len(kernels) and kernels[end].target is aten.full.default:
+        made += kernels[end].outputs
+        end += 1
+        is_stacked = end < len(kernels) and kernels[end].target is aten.stack.default
+        if is_stacked and [part.slot for part in kernels[end].args[0]] == made:
+            # The last call is the view that gives it its shape.
+            return end + 2 if _asks_for_live(program, kernels[place:end]) else None
+    return place + 1 if made and _asks_for_live(program, kernels[place : place + 1]) else None
+
+
+def _asks_for_live(program: Program, calls: list[Call]) -> bool:
+    return any(program.slots[slot] is None for call in calls for slot in call.refs())
 
 
 def _literal(program: Program, call: Call) -> int | None:
-    """The slot of the constant, if a call is `torch.tensor(x)` of a plain number; None
-    otherwise.
-    """
-    slots = {slot for tensor, slot in program.constants if not tensor.shape}
-    return (
-        next(iter(slots & set(call.refs())), None)
-        if call.target is torch.ops.aten.clone.default
-        else None
-    )
+    """The slot of the constant, if a call is `torch.tensor(x)` of plain numbers; None otherwise."""
+    slots = {slot for _, slot in program.constants}
+    return next(iter(slots & set(call.refs())), None) if call.target is aten.clone.default else None
 
 
 def _fits(program: Program, value: Any, plain: Any) -> bool:
     if isinstance(value, Ref):
         return isinstance(plain, Ref) or (
-            program.slots[value.slot] is None and type(plain) in (int, float)
+            program.slots[value.slot] is None
+            and (type(plain) is int or isinstance(plain, float))  # one of NumPy's is a float too
         )
     if type(value) is not type(plain):
         return False

@@ -9,15 +9,20 @@ the value of the capture for ever. A condition (`if x > 1`) becomes a computed g
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 
 from roam.state.trace_context import TraceContext
+from roam.torch_compat.private import VF
+
+aten = torch.ops.aten
 
 
 class LiveNode:
@@ -185,26 +190,26 @@ _OTHERS = (torch.Tensor, type(None), str, bytes, tuple, list, dict)
 MATH: dict[str, Callable[..., float]] = {
     name: getattr(math, name)
     for name in (
-        "sqrt",
-        "exp",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "log10",
-        "pow",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "hypot",
+        "sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot", "fabs", "fmod", "copysign", "remainder",
+        "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+        "degrees", "radians", "erf", "erfc", "gamma", "lgamma",
     )
-}
+}  # fmt: skip
 """Functions of Python's own that always give floats."""
+_FLOATS_OF_NUMPY = {
+    "sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "fabs", "sin", "cos", "tan", "arcsin", "arccos", "arctan",
+    "sinh", "cosh", "tanh", "arcsinh", "arccosh", "arctanh", "degrees", "radians", "deg2rad", "rad2deg",
+}  # fmt: skip
+"""Functions of NumPy that give a `numpy.float64` for a number of Python's."""
 
 _FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
 """Functions in C++ that take the factor of a moving average as a plain float, and its place among
 their arguments. They only hand it on.
+"""
+
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_")
+"""Methods that draw random numbers, in C++, by plain floats. Their gradient is zero, so autograd
+keeps none of these.
 """
 
 _QUESTIONS: dict[str, Callable[[Any], bool]] = {
@@ -292,9 +297,13 @@ _MIRRORED = {
 
 def _on_numpys_right(self: Any, function: Any, kind: str, *inputs: Any, **options: Any) -> Any:
     """What stands right of a `numpy.float64`, which is a float of Python's too, records the
-    operator or answers the comparison. Other functions of NumPy, and its other numbers and arrays,
-    calculate on their own.
+    operator or answers the comparison. What is given to a function that makes a float of one number
+    is recorded too. Other functions of NumPy, and its other numbers and arrays, calculate on their
+    own.
     """
+    is_of_one = len(inputs) == 1 and getattr(sys.modules["numpy"], function.__name__, 0) is function
+    if kind == "__call__" and is_of_one and not options and function.__name__ in _FLOATS_OF_NUMPY:
+        return self.node.trace.scalar_call(function, (self.node.trace.scalar_call(float, inputs),))
     if kind == "__call__" and len(inputs) == 2 and not options and inputs[1] is self:
         left = inputs[0]
         if (name := _OF_NUMPY.get(function.__name__)) and isinstance(left, float):
@@ -388,10 +397,56 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     def to_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_live(data) or args or kwargs.keys() - {"dtype", "device"}:
-                return function(data, *args, **kwargs)
-            dtype = torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64
-            return torch.full((), data, **{"dtype": dtype, **kwargs})
+            made = None
+            if not args and not kwargs.keys() - {"dtype", "device"}:
+                made = _made_tensor(trace, data, **kwargs)
+            return function(data, *args, **kwargs) if made is None else made
+
+        return call
+
+    def new_tensor(like: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        made = None
+        if not args and not kwargs.keys() - {"dtype", "device"}:
+            made = _made_tensor(
+                trace, data, **{"dtype": like.dtype, "device": like.device, **kwargs}
+            )
+        return plain_new_tensor(like, data, *args, **kwargs) if made is None else made
+
+    plain_new_tensor = torch.Tensor.new_tensor
+
+    def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+
+                def plain(value: Any) -> Any:
+                    if not is_live(value):
+                        return value
+                    return stack.enter_context(trace.carried(trace.scalar_call(float, (value,))))
+
+                return function(
+                    *map(plain, args), **{name: plain(value) for name, value in kwargs.items()}
+                )
+
+        return call
+
+    def dropping(function: Callable[..., Any], is_in_place: bool) -> Callable[..., Any]:
+        def call(input: Any, p: Any, train: Any) -> Any:
+            if is_live(p) and (p == 0 or p == 1 or not train or not input.numel()):
+                p = float(p == 1)
+            if not is_live(p) or input.device.type != "cpu":
+                return function(input, p, train)
+            noise = aten.empty_like.default(input).bernoulli_(1 - p)
+            aten.div_.Scalar(noise, 1 - p)
+            return input.mul_(noise) if is_in_place else input.mul(noise)
+
+        return call
+
+    def of_share(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(input: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_live(q):
+                options = {"layout": torch.strided, "device": input.device}
+                q = aten.scalar_tensor.default(q, dtype=input.dtype, **options)
+            return function(input, q, *args, **kwargs)
 
         return call
 
@@ -443,6 +498,64 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
         yield sys.modules[module], "min", of_numbers(min)
     for name in ("tensor", "as_tensor"):
         yield torch, name, to_tensor(getattr(torch, name))
+    yield torch.Tensor, "new_tensor", new_tensor
+    for name in _DRAWS:
+        yield torch.Tensor, name, drawing(getattr(torch.Tensor, name))
+    for name in ("dropout", "dropout_"):
+        for holder in (torch, VF):
+            yield holder, name, dropping(getattr(torch, name), name == "dropout_")
+    for name in ("quantile", "nanquantile"):
+        yield torch, name, of_share(getattr(torch, name))
+        yield torch.Tensor, name, of_share(getattr(torch.Tensor, name))
+
+
+def _made_tensor(
+    trace: TraceContext,
+    data: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+) -> torch.Tensor | None:
+    """A new tensor of numbers of which some are live, or tensors without dimensions, in lists of
+    equal lengths; None for other data.
+    """
+    if isinstance(data, torch.Tensor):
+        return None
+    numbers, shape = [data], list[int]()
+    while numbers and any(isinstance(item, (list, tuple)) for item in numbers):
+        lengths = {len(item) if isinstance(item, (list, tuple)) else -1 for item in numbers}
+        if len(lengths) != 1:
+            return None
+        shape += lengths
+        numbers = [number for item in numbers for number in item]
+    if not any(is_live(number) or isinstance(number, torch.Tensor) for number in numbers):
+        return None
+    kinds = list(map(_kind_of, numbers))
+    if None in kinds:
+        return None
+    made_of = functools.reduce(torch.promote_types, kinds)
+    dtype = dtype or made_of
+    if made_of.is_floating_point and not dtype.is_floating_point:
+        return None
+    numbers = [n.item() if isinstance(n, torch.Tensor) else n for n in numbers]
+    if dtype.is_floating_point:  # PyTorch makes integers floats of Python's first
+        numbers = [trace.scalar_call(float, (n,)) if is_live(n) else float(n) for n in numbers]
+    made = [torch.full((), number, dtype=dtype, device=device) for number in numbers]
+    return made[0] if not shape else torch.stack(made).view(shape)
+
+
+def _kind_of(number: Any) -> Any:
+    """The dtype that PyTorch takes a number for, or a tensor without dimensions; None for any other
+    value.
+    """
+    if isinstance(number, torch.Tensor):
+        is_number = number.dim() == 0 and not number.is_complex() and number.dtype is not torch.bool
+        return number.dtype if is_number else None
+    if isinstance(number, (float, torch.SymFloat)):
+        return torch.get_default_dtype()
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, _NUMBERS) else None
 
 
 def is_live(value: Any) -> bool:

@@ -48,6 +48,8 @@ _COMPILED = "a call of what torch.compile has compiled is recorded as one operat
 _NO_COMPILED = "a step that calls compiled functions or modules is refused"
 _NUMBER = "arithmetic on numbers that change from step to step is recorded"
 _NO_NUMBER = "a learning rate or step count is frozen as it was at capture"
+_PLAIN = "C++ takes a number that changes from step to step for a plain float"
+_NO_PLAIN = "a step with such a number is refused"
 _OPTIMIZER = "updates of all parameters at once are recorded as one call for each"
 _NO_OPTIMIZER = "all gradients are alive at once, or PyTorch chooses other kernels for fakes than for real tensors"
 _SCALER = "gradient scalers skip updates by a number that a run knows"
@@ -126,8 +128,10 @@ PATCHES: Final = (
     Patch("torch.compiler", ("_is_compiling_flag",), "what compiled functions read is seen, in the branches for compilers too",
           "a later change of it goes unnoticed"),
     # Numbers.
-    Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
-                   "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),
+    Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot", "fabs", "fmod", "copysign",
+                   "remainder", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh",
+                   "acosh", "atanh", "degrees", "radians", "erf", "erfc", "gamma", "lgamma", "isfinite", "isnan", "isinf"),
+          _NUMBER, _NO_NUMBER),
     Patch("numpy", ("isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER, optional=True),
     Patch("torch.nn.utils.clip_grad", ("float",), _NUMBER, _NO_NUMBER),
     Patch("torch.nn.modules.batchnorm", ("float",), _NUMBER,
@@ -137,6 +141,10 @@ PATCHES: Final = (
     Patch("torch.optim._adafactor", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
+    Patch("torch.Tensor", ("new_tensor",), _NUMBER, _NO_NUMBER),
+    Patch("torch.Tensor", ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"), _PLAIN, _NO_PLAIN),
+    *(Patch(holder, ("dropout", "dropout_"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch._VF")),
+    *(Patch(holder, ("quantile", "nanquantile"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch.Tensor")),
     # Loaders of data.
     Patch("torch.utils.data.DataLoader", ("__iter__",), "a step that goes through a loader with processes is refused",
           "processes are started in a trace, and end with an error that names no remedy"),

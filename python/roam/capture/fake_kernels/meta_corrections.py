@@ -18,6 +18,7 @@ from roam.torch_compat.private import (
     current_node,
     disable_current_modes,
     function_transform,
+    packet_of,
     schema_of,
     strides_together,
     suggest_memory_format,
@@ -37,6 +38,7 @@ _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # Nodes of autograd that spread a gradient over equal elements: on real tensors they ask for a value
 # on the way.
 _SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+_SELECTS_MASKED = {"MaskedFillBackward0", "MaskedFillBackward1"}
 # Nodes of autograd that look for zeros among real values, and divide by them where there are none.
 # Fakes always go the other way, over cumulative products, which gives other bits. Of `cumprod` this
 # is met only where a second backward pass is recorded (`composite_gradients`).
@@ -103,6 +105,22 @@ def _loss_backward(args: Any, result: Any) -> Any:
 
 def _multilabel_margin_loss(args: Any, result: Any) -> Any:
     return (result[0].new_empty(()), result[1]) if args[0].dim() < 2 and args[2] == 0 else result
+
+
+def _bags(args: Any, result: Any) -> Any:
+    """The quick way to add up rows, which needs no list of their bags, is open to bfloat16 too."""
+    defaults = (False, 0, False, None, False, -1)
+    given = (*args, *defaults[len(args) - 3 :])
+    weight, mode, scale, padding = given[0], given[4], given[6], given[8]
+    is_quick = (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and mode == 0
+        and weight.stride(1) == 1
+        and padding < 0
+        and (scale is None or scale.stride(0) == 1)
+    )
+    return (result[0], result[1].new_empty(0), *result[2:]) if is_quick else result
 
 
 def _window(args: Any, result: Any) -> Any:
@@ -182,6 +200,7 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
         for overload in getattr(aten, f"{name}_window").overloads()
         if not overload.endswith("out")
     },
+    **dict.fromkeys(_BAGS, _bags),
     aten.index.Tensor: _index,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
@@ -252,6 +271,15 @@ def is_spread(func: Any, args: Any) -> bool:
     node: Any = current_node()
     is_transformed = function_transform() is not None  # then real tensors are multiplied, too
     return node is not None and node.name() in _SPREAD_EVENLY and not is_transformed
+
+
+def selects_masked(func: Any) -> bool:
+    """Whether a call is part of the gradient of the value that `masked_fill` fills in: real
+    gradients are selected by the mask and then added up, and fake ones are set to zero elsewhere,
+    which adds them up in another order.
+    """
+    node: Any = current_node() if packet_of(func) is aten.where else None
+    return node is not None and node.name() in _SELECTS_MASKED and function_transform() is None
 
 
 def looks_for_zeros(func: Any) -> bool:

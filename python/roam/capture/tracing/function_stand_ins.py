@@ -18,7 +18,12 @@ import torch
 from roam.capture.distributed import dtensors, fully_shard
 from roam.capture.distributed.ddp import Reductions
 from roam.capture.fake_kernels.cache import tensors_in
-from roam.capture.tracing import composite_gradients, custom_ops, multi_tensor
+from roam.capture.tracing import (
+    composite_gradients,
+    composite_spectra,
+    custom_ops,
+    multi_tensor,
+)
 from roam.capture.tracing.deep_copies import CopiedGenerators
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import scaler_stand_ins
@@ -264,6 +269,7 @@ def stand_ins_placed(
             replace(holder, name, stand_in)
         stack.enter_context(dtensors.masks_kept())
         stack.enter_context(composite_gradients.kept_whole())
+        stack.enter_context(composite_spectra.as_for_real())
         for holder, name, stand_in in fully_shard.stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):

@@ -13,7 +13,7 @@ import torch
 from roam.capture.tracing import multi_tensor
 from roam.capture.tracing.dynamic_shapes import may_be_decided
 from roam.program.operators import is_ours
-from roam.torch_compat.private import packet_of, schema_of
+from roam.torch_compat.private import has_kernel_for, packet_of, schema_of
 
 aten = torch.ops.aten
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
@@ -45,6 +45,8 @@ _OF_THEIR_OWN = {
     aten._local_scalar_dense.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
     aten.is_set_to.default, *ANSWERS
 }  # fmt: skip
+# Composite kernels that a run calls whole, since they look at values.
+_KEPT_WHOLE = {aten.cumprod_backward.default}
 _NESTED = (
     "it makes a nested tensor, which has no sizes that a plan could hold for; use padded tensors, "
     "and pass enable_nested_tensor=False to nn.TransformerEncoder"
@@ -82,6 +84,8 @@ class KernelFacts:
     func: Any
     is_plain: bool
     """Whether it is recorded in the way of most, with nothing to refuse beforehand."""
+    is_composite: bool
+    """Whether it is taken apart before it is recorded: it has no kernel for any device."""
     is_random: bool
     is_check: bool
     is_masked: bool
@@ -118,12 +122,20 @@ class KernelFacts:
         mutates = bool(written) or func in HIDDEN_MUTATION
         are_declared = [result.alias_info is not None for result in schema.returns]
         makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
+        is_composite = (
+            func.namespace == "aten"
+            and func not in _KEPT_WHOLE
+            and has_kernel_for(func.name(), "CompositeImplicitAutograd")
+            and not any(has_kernel_for(func.name(), device) for device in ("CPU", "CUDA"))
+        )
         return cls(
             func,
             is_plain=is_ours(func)
+            and not is_composite
             and schema.name not in REFUSED
             and func not in _OF_THEIR_OWN
             and not multi_tensor.is_multi_tensor(func),
+            is_composite=is_composite,
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             is_check=packet_of(func) is aten._assert_async,
             is_masked=any(argument.name == "output_mask" for argument in arguments),

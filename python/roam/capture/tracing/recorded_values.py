@@ -238,7 +238,9 @@ class Values(Slots):
         """A plain float for a block in which code in C++ hands the number on to one operator as it
         is; the operator is recorded with the number itself.
         """
-        carrier = math.ldexp(1.0 + len(self.program.slots) / 2**30, -900)
+        # No two that are in use at once are the same.
+        place = len(self.program.slots) + len(self._carried)
+        carrier = math.ldexp(1.0 + place / 2**30, -900)
         self._carried[carrier] = number, False
         try:
             yield carrier

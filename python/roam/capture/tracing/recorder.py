@@ -17,10 +17,12 @@ from roam.capture.fake_kernels.meta_corrections import (
     bytes_at_least,
     is_spread,
     looks_for_zeros,
+    selects_masked,
     without_masked,
 )
 from roam.capture.tracing import custom_ops, multi_tensor
 from roam.capture.tracing.branch_answers import Replay
+from roam.capture.tracing.composite_spectra import AS_FOR_REAL
 from roam.capture.tracing.dynamic_shapes import decided
 from roam.capture.tracing.kernel_facts import (
     ANSWERS,
@@ -59,6 +61,7 @@ from roam.torch_compat.private import (
     c_pointer,
     disable_current_modes,
     pytree,
+    run_composite,
     schema_of,
 )
 
@@ -183,6 +186,12 @@ class Recorder(Values, TorchDispatchMode):
             if resizes_to_same(func, args, kwargs):
                 return args[0]
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
+        if facts_of(func).is_composite:
+            # Autograd, which takes it apart elsewhere, is left out on tensors of inference.
+            with self:
+                if func in AS_FOR_REAL:
+                    return AS_FOR_REAL[func](*args, **kwargs)
+                return run_composite(func, *args, is_implicit=True, **kwargs)
         if func in _LITERALS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
         if multi_tensor.is_multi_tensor(func):
@@ -205,6 +214,12 @@ class Recorder(Values, TorchDispatchMode):
                 "depending on whether an element is zero, and a plan has only one; multiply the elements one by one, or use "
                 "x.log().sum().exp() for positive ones",
                 code="data_dependent", op=str(func), source=source,
+            )  # fmt: skip
+        if selects_masked(func):
+            self.refuse(
+                "PyTorch computes the gradient of the value that masked_fill fills in by other "
+                "kernels for real tensors than for fake ones; write torch.where(mask, value, x)",
+                code="hidden_branch", op="aten.masked_fill.Tensor", source=source,
             )  # fmt: skip
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
         call.args, call.kwargs = (
