@@ -98,7 +98,8 @@ class LiveNode:
         self.trace.refuse(
             f"Python needs the number from {self.origin} itself here, as float(), round(), text, a "
             "size and an index do, and a plan would keep the number of the capture; if you only "
-            f"calculate with it, leave out what asks for it; otherwise {self.trace.remedy(self.slot)}",
+            "calculate with it, leave out what asks for it, and write x.item() for float(x); "
+            f"otherwise {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
 

@@ -92,6 +92,7 @@ PATCHES: Final = (
                                            "is_in_torch_dispatch_mode"), _APART, _NO_APART),
     Patch("torch._C", ("_len_torch_dispatch_stack", "_dispatch_keys"), _APART, _NO_APART),
     Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
+    Patch("<globals of the user's functions>", ("float", "int"), _NUMBER, _NO_NUMBER),
     # Kernels that PyTorch chooses by what a fake tensor cannot tell.
     Patch("torch._C._nn", ("cross_entropy_loss",), "by the number of ignored targets, C++ chooses other kernels",
           "the plan divides by another number than the eager step"),

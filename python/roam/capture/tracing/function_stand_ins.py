@@ -28,6 +28,7 @@ from roam.capture.tracing.deep_copies import CopiedGenerators
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import scaler_stand_ins
 from roam.capture.tracing.gradient_history import watched_engine
+from roam.capture.tracing.number_conversions import conversions, only_calling
 from roam.capture.tracing.opened_files import open_stand_ins
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import stand_ins
@@ -41,7 +42,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import Replacement, replaced
+from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -296,6 +297,11 @@ def stand_ins_placed(
         stack.enter_context(
             fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
         )
+        tables = fake_state.globals_of_users()
+        for name, stand_in in conversions(recorder).items():
+            function = _in_trace(recorder, getattr(builtins, name), stand_in)
+            calling = only_calling(tables, fake_state.reach.code, name)
+            stack.enter_context(globals_added(calling, name, function))
         stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield

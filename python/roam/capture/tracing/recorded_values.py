@@ -191,7 +191,7 @@ class Values(Slots):
         gives_integer = function not in _GIVE_FLOATS
         arguments = []
         for operand in operands:
-            if isinstance(operand, (float, torch.SymFloat)):
+            if isinstance(operand, (float, torch.SymFloat)) and function is not int:
                 gives_integer = False
             if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
                 arguments.append(operand)

@@ -1,0 +1,99 @@
+"""`float(x)` and `int(x)` in the user's code, where `x` is a tensor or a number that changes from
+call to call.
+
+Python requires plain numbers of these two, and a plan would keep those of the capture. So while a
+step is traced, the names mean functions that give the number of `x.item()`, with which the step
+may go on to calculate.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from roam.state.live_scalars import is_live
+from roam.state.trace_context import TraceContext
+
+_MARKS_CALLS: Final = sys.version_info >= (3, 11)
+"""Whether an instruction that loads a name says that the name is then called."""
+
+
+def conversions(trace: TraceContext) -> dict[str, Callable[..., Any]]:
+    """What the names mean while a step is traced."""
+
+    def as_float(*args: Any) -> Any:
+        number = _number(*args)
+        if not is_live(number):
+            return float(*args)
+        return number if isinstance(number, float) else trace.scalar_call(float, (number,))
+
+    def as_int(*args: Any) -> Any:
+        number = _number(*args)
+        if not is_live(number):
+            return int(*args)
+        known = trace.fixed_value(number.node.slot)
+        if known is not None:
+            return int(known)
+        return number if isinstance(number, int) else trace.scalar_call(int, (number,))
+
+    return {"float": as_float, "int": as_int}
+
+
+def only_calling(
+    tables: Iterable[dict[str, Any]], code: Mapping[types.CodeType, dict[str, Any]], name: str
+) -> list[dict[str, Any]]:
+    """The globals whose functions do nothing with a builtin but call it. In others, such as those
+    of a function that asks `isinstance(x, float)`, no function may stand for the class.
+
+    Args:
+        tables: globals of the user's functions.
+        code: of all functions that the step reaches, each with its globals.
+    """
+    by_identity = {id(table): table for table in tables} if _MARKS_CALLS else {}
+    for one, table in code.items():
+        if id(table) in by_identity and _is_value(one, name):
+            del by_identity[id(table)]
+    return [
+        table
+        for table in by_identity.values()
+        if not any(_is_value(one, name) for value in list(table.values()) for one in _code(value))
+    ]
+
+
+def _number(*args: Any) -> Any:
+    value: Any = args[0] if len(args) == 1 else None
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return value.item() if is_one else value
+
+
+def _code(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function, or of those that a class defines."""
+    if isinstance(value, types.FunctionType):
+        yield value.__code__
+    elif isinstance(value, type):
+        for part in vars(value).values():
+            function = getattr(part, "__func__", getattr(part, "fget", part))
+            if isinstance(function, types.FunctionType):
+                yield function.__code__
+
+
+def _is_value(code: types.CodeType, name: str) -> bool:
+    """Whether code, or a function in it, loads a global for anything but a call."""
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return any(_is_value(one, name) for one in inner) or (
+        name in code.co_names
+        and any(
+            one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+            and one.argval == name
+            and not (one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1)
+            for one in dis.get_instructions(code)
+        )
+    )
+
+
+__all__ = ["conversions", "only_calling"]
