@@ -21,6 +21,8 @@ def total(number):
     return float(number) if isinstance(number, float) or kind is float else float(number)
 """
 CALLED_ALONE = """
+from fractions import Fraction  # which asks isinstance(x, float), in a module of its own
+
 def total(number):
     parts = [float(number) for _ in range(2)]
     return sum(parts) + (lambda: float(number))()

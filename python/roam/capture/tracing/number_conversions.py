@@ -61,7 +61,7 @@ def only_calling(
     return [
         table
         for table in by_identity.values()
-        if not any(_is_value(one, name) for value in list(table.values()) for one in _code(value))
+        if not any(_is_value(one, name) for one in _code(table))
     ]
 
 
@@ -71,14 +71,12 @@ def _number(*args: Any) -> Any:
     return value.item() if is_one else value
 
 
-def _code(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function, or of those that a class defines."""
-    if isinstance(value, types.FunctionType):
-        yield value.__code__
-    elif isinstance(value, type):
-        for part in vars(value).values():
+def _code(table: dict[str, Any]) -> Iterator[types.CodeType]:
+    """The code of the functions with these globals, and of those that their classes define."""
+    for value in list(table.values()):
+        for part in vars(value).values() if isinstance(value, type) else (value,):
             function = getattr(part, "__func__", getattr(part, "fget", part))
-            if isinstance(function, types.FunctionType):
+            if isinstance(function, types.FunctionType) and function.__globals__ is table:
                 yield function.__code__
 
 
