@@ -210,8 +210,7 @@ ci: export WHEEL_PROFILE = checked
 ci:
 	$(MAKE) --no-print-directory --jobs 2 --output-sync wheel dependencies rust-build
 	$(MAKE) --no-print-directory install-wheel
-	$(MAKE) --no-print-directory --jobs 2 --output-sync lint rust-test
-	$(MAKE) --no-print-directory wheel-test
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint rust-test wheel-test
 	$(MAKE) --no-print-directory test
 
 clean:
