@@ -312,6 +312,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
         result,
         lambda value: id(value) in known,
         lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
+        recorder.late_lists,
     )
     leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = list[Any](), list[History]()

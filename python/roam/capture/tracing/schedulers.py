@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
+from roam.capture.tracing.scheduler_functions import Later
 from roam.errors import CaptureError
 from roam.program.ir import HostCall
 from roam.state.containers import MappingSpace
@@ -21,6 +23,8 @@ from roam.torch_compat.patches import SCHEDULERS, replaced
 
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """What PyTorch's own schedulers change in a group."""
+_MODULES: Final = frozenset({"torch.optim.lr_scheduler", "torch.optim.swa_utils"})
+"""Where PyTorch's own schedulers are."""
 
 
 TWO_WAYS = (
@@ -72,12 +76,15 @@ class _Scheduler:
             is not torch.optim.lr_scheduler.LRScheduler.get_last_lr
         )
         self._add = recorder.add_number if live else recorder.add_plain
+        self._all = AttributeReference(self._own, "_last_lr", f"{path}._last_lr")
         rates = self._own.get("_last_lr")
-        self._last = [
-            (EntryReference(AttributeReference(self._own, "_last_lr", f"{path}._last_lr"), (place,), f"{path}.get_last_lr()[{place}]"), rate)
-            for place, rate in enumerate(rates if type(rates) is list else ())
-        ]  # fmt: skip
+        self._last: list[Any] = rates if type(rates) is list else []
+        self._integers = {name for name in SCHEDULER_COUNTERS if type(self._own.get(name)) is int}
+        self._is_stepped = False
         self._last_now: list[Any] | None = None
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._given: list[tuple[torch.Tensor, int]] = []
+        self._later = Later(fake_state, scheduler)
         self._held: dict[str, Any] = {}
 
     @contextmanager
@@ -97,6 +104,7 @@ class _Scheduler:
         with replaced(replacements, of=SCHEDULERS):
             self._held |= self._own.holder
             yield
+            self._check_given()
             now = self._own.holder
             if self._held.keys() != now.keys() or any(
                 not same(self._held[key], value) for key, value in now.items()
@@ -130,6 +138,8 @@ class _Scheduler:
             isinstance(a, torch.Tensor) and a.requires_grad for a in arguments
         ):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+        self._is_stepped = True
+        self._given += [(a, a._version) for a in arguments if isinstance(a, torch.Tensor)]
         recorder.program.after.append(
             HostCall(
                 scheduler,
@@ -140,6 +150,7 @@ class _Scheduler:
         )
         for reference in self._rates:
             reference.set(recorder.unknown(f"{reference.path} after {path}.step()", reference))
+        self._later.note()
 
     def _refuse_if_changed(self, name: str) -> None:
         unchanged = _kept_by_step(self._scheduler)
@@ -150,18 +161,63 @@ class _Scheduler:
                 code="unknown_number",
             )
 
+    def _check_given(self) -> None:
+        """Refuses a step that changes what `step()` was given, which a run gives it at the end, or
+        a list of `get_last_lr()`, which is the scheduler's own.
+        """
+        if any(tensor._version != version for tensor, version in self._given):
+            raise CaptureError(
+                f"the step changes a tensor after it has given it to {self._path}.step(), which a plan calls when the step "
+                "has ended; give it a clone",
+                code="unknown_number",
+            )
+        if (path := self._later.changed()) is not None:
+            raise CaptureError(
+                f"the step changes {path} after {self._path}.step(), which a plan calls when the step has ended, and which may "
+                "call a function that reads it; change it before, or outside of the step",
+                code="unknown_number",
+            )
+        if any(
+            len(rates) != len(given) or any(map(operator.is_not, rates, given))
+            for rates, given in self._lists
+        ):
+            raise CaptureError(
+                f"the step changes the list that {self._path}.get_last_lr() returns, which is the scheduler's own; change a "
+                "copy of it (list(x))",
+                code="moved",
+            )
+
     def _last_rates(self) -> list[Any]:
         if self._last_now is None:
-            calls = self._recorder.program.after
-            self._last_now = [
-                self._recorder.unknown(f"{reference.path} after {calls[-1].path}.step()", reference)
-                if calls
-                else self._recorder.unknown(reference.path, None)
-                if type(rate) not in (int, float)
-                else self._add(reference, rate)
-                for reference, rate in self._last
-            ]
-        return list(self._last_now)
+            recorder, calls = self._recorder, self._recorder.program.after
+            getter = f"{self._path}.get_last_lr()"
+            rates = self._last if not calls else [None] * self._count()
+            self._last_now = []
+            for place, rate in enumerate(rates):
+                reference = EntryReference(self._all, (place,), f"{getter}[{place}]")
+                self._last_now.append(
+                    recorder.unknown(f"{reference.path} after {calls[-1].path}.step()", reference)
+                    if calls
+                    else recorder.unknown(reference.path, None)
+                    if type(rate) not in (int, float)
+                    else self._add(reference, rate)
+                )
+            self._lists.append((self._last_now, list(self._last_now)))
+            recorder.note_late(self._last_now, getter, self._all)
+        return self._last_now
+
+    def _count(self) -> int:
+        """How many rates there are after a scheduler's `step()`."""
+        count = len(self._scheduler.optimizer.param_groups)
+        if len(self._last) != count and not (
+            self._is_stepped and type(self._scheduler).__module__ in _MODULES
+        ):
+            self._recorder.refuse(
+                f"the step asks for {self._path}.get_last_lr(), which does not have the rates of all groups yet, after a "
+                "scheduler's step(); call it outside of the step",
+                code="unknown_number",
+            )
+        return count
 
     def _counters(self) -> dict[str, Any]:
         """What a trace finds in the place of the counters."""
@@ -171,7 +227,9 @@ class _Scheduler:
                 continue
             if name != "_last_lr":
                 place = AttributeReference(self._own, name, f"{self._path}.{name}")
-                counters[name] = self._recorder.unknown(f"{self._path}'s own counters", place)
+                counters[name] = self._recorder.unknown(
+                    f"{self._path}'s own counters", place, is_integer=name in self._integers
+                )
             elif self._has_own_getter:
                 counters[name] = self._last_rates()
             else:

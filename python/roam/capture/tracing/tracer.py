@@ -173,7 +173,7 @@ def trace(
             reductions.check()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
-        left = _left(fake_state, containers, given, (args, kwargs), result)
+        left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
@@ -203,14 +203,19 @@ def trace(
 
 
 def _left(
-    fake_state: FakeState, containers: Containers, given: Taken, arguments: Arguments, result: Any
+    fake_state: FakeState,
+    recorder: Recorder,
+    containers: Containers,
+    given: Taken,
+    arguments: Arguments,
+    result: Any,
 ) -> Left:
     """What the step returns, and what it has done to lists and dictionaries among its arguments,
     which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
         try:
-            left = containers.left(result)
+            left = containers.left(result, recorder.late_lists)
         except Unrecordable:
             raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
