@@ -218,6 +218,23 @@ def changes_the_metric(task: Task, loss: Any, log: Any) -> None:
     loss.zero_()
 
 
+class Keeping(lr_scheduler.ExponentialLR):
+    def step(self, kept: Any = None) -> None:
+        self.kept = kept
+        super().step()
+
+
+def changes_data_of_the_metric(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step(metrics=loss)
+    loss.data.zero_()
+
+
+def changes_a_list(task: Task, loss: Any, log: Any) -> None:
+    kept = [loss]
+    task.scheduler.step(kept)
+    kept.append(1)
+
+
 def changes_what_the_function_reads(task: Any, loss: Any, log: Any) -> None:
     task.scheduler.step()
     task.factor = task.factor * 0.5
@@ -250,7 +267,9 @@ def task_with_function(leave: Callable[..., Any]) -> Task:
     ("leave", "words"),
     [
         (changes_the_list, "changes the list"),
-        (changes_the_metric, "changes a tensor after"),
+        (changes_the_metric, "changes what it has given"),
+        (changes_data_of_the_metric, "changes what it has given"),
+        (changes_a_list, "changes what it has given"),
         (changes_what_the_function_reads, r"self\.factor"),
         (changes_a_tensor_that_it_reads, r"self\.scale"),
     ],
@@ -258,8 +277,11 @@ def task_with_function(leave: Callable[..., Any]) -> Task:
 def test_a_step_may_not_change_what_its_scheduler_reads_later(
     leave: Callable[..., Any], words: str
 ) -> None:
-    is_by_loss = leave is changes_the_metric
-    task = Task(MAKE["plateau"], leave) if is_by_loss else task_with_function(leave)
+    task = task_with_function(leave)
+    if leave in (changes_the_metric, changes_data_of_the_metric):
+        task = Task(MAKE["plateau"], leave)
+    elif leave is changes_a_list:
+        task = Task(lambda optimizer: Keeping(optimizer, 0.9), leave)
     with pytest.raises(roam.CaptureError, match=words):
         roam.compile(task.step)(torch.ones(64, 4), {})
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from roam.capture.tracing.fake_state import FakeState
+from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.equality import attributes_of, same
 from roam.state.optimizer_spaces import OptimizerSpace
@@ -30,28 +31,45 @@ _MOST_FUNCTIONS: Final = 1_000
 class Later:
     """What the functions of a scheduler may read, by the names in their code."""
 
-    def __init__(self, fake_state: FakeState, scheduler: Any) -> None:
+    def __init__(self, fake_state: FakeState, recorder: Recorder, scheduler: Any) -> None:
         self._fake_state = fake_state
+        self._recorder = recorder
+        self._position = 0
         self._names = _names_in(list(_codes_of(scheduler)), fake_state)
-        self._noted: list[tuple[str, Any, int, Any]] = []
+        self._is_noted = False
+        self._noted: list[tuple[str, Any, Any]] = []
 
     def note(self) -> None:
         """To be called when the step of the scheduler is noted."""
-        if self._names:
-            self._noted += self._found()
+        if self._names and not self._is_noted:
+            self._is_noted = True
+            self._position = len(self._recorder.program.calls)
+            self._noted = list(self._found())
 
     def changed(self) -> str | None:
-        """The path of what the step has changed since, if it has."""
-        if not self._noted:
+        """The path of what the step has changed since it was first noted, if it has."""
+        if not self._is_noted:
             return None
-        now = {(path, key): (version, value) for path, key, version, value in self._found()}
-        for path, key, version, value in self._noted:
-            new_version, new = now.get((path, key), (version, self))
-            if new_version != version or not (new is value or same(new, value)):
+        now = {key: value for _, key, value in self._found()}
+        for path, key, value in self._noted:
+            new = now.get(key, value)
+            if new is not value and not same(new, value):
                 return path
+        return self._written()
+
+    def _written(self) -> str | None:
+        """The path of a tensor that the step has written to since."""
+        program = self._recorder.program
+        written = program.written(program.calls[self._position :])
+        reads_all = not _TENSORS.isdisjoint(self._names)
+        for reference in self._fake_state.places:
+            slot = self._recorder.slot_of(reference.get())
+            is_written = slot is not None and program.storage_of(slot) in written
+            if is_written and (reads_all or self._has(_last_word(reference.path))):
+                return reference.path
         return None
 
-    def _found(self) -> Iterator[tuple[str, Any, int, Any]]:
+    def _found(self) -> Iterator[tuple[str, Any, Any]]:
         reach = self._fake_state.reach
         own = {id(attributes_of(scheduler)) for _, scheduler in reach.schedulers}
         for place in reach.places:
@@ -65,17 +83,11 @@ class Later:
                 continue
             for key, value in items:
                 if self._has(key) if type(key) is str else is_named:
-                    yield space.label(key), (id(space), str(key)), 0, value
+                    yield space.label(key), (id(space), str(key)), value
         for space, name, _ in reach.overwritten:
             if self._has(name):
                 attribute = AttributeReference(space, name, space.label(name))
-                yield attribute.path, (id(space), name), 0, attribute.get()
-        for reference in self._fake_state.places:
-            tensor = reference.get()
-            if isinstance(tensor, torch.Tensor) and (
-                not _TENSORS.isdisjoint(self._names) or self._has(_last_word(reference.path))
-            ):
-                yield reference.path, None, tensor._version, None
+                yield attribute.path, (id(space), name), attribute.get()
 
     def _has(self, name: str) -> bool:
         return name in self._names or not _ALL.isdisjoint(self._names)

@@ -14,12 +14,14 @@ from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.scheduler_functions import Later
 from roam.errors import CaptureError
-from roam.program.ir import HostCall
+from roam.program.ir import HostCall, Program, substitute
 from roam.state.containers import MappingSpace
 from roam.state.equality import same
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS
 from roam.state.references import AttributeReference, EntryReference, RateReference
+from roam.state.user_dicts import opened
 from roam.torch_compat.patches import SCHEDULERS, replaced
+from roam.torch_compat.private import pytree
 
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """What PyTorch's own schedulers change in a group."""
@@ -31,6 +33,29 @@ TWO_WAYS = (
     "the step sets a learning rate itself and steps a scheduler of the same optimizer; do one of "
     "them outside of the step"
 )
+
+
+class _Given:
+    """What a `step` was given.
+
+    Args:
+        call: its place among the program's calls of schedulers.
+    """
+
+    def __init__(self, arguments: Any, call: int) -> None:
+        self._arguments = arguments
+        self._call = call
+        self._leaves, self._spec = pytree.tree_flatten(opened(arguments))
+
+    def is_changed(self, program: Program) -> bool:
+        """Whether the step has changed it since then."""
+        leaves, spec = pytree.tree_flatten(opened(self._arguments))
+        if spec != self._spec or any(map(operator.is_not, leaves, self._leaves)):
+            return True
+        call, slots = program.after[self._call], set[int]()
+        substitute(call.arguments, lambda ref: slots.add(ref.slot))
+        written = program.written(program.calls[call.position :])
+        return not written.isdisjoint(map(program.storage_of, slots))
 
 
 @contextmanager
@@ -83,8 +108,8 @@ class _Scheduler:
         self._is_stepped = False
         self._last_now: list[Any] | None = None
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._given: list[tuple[torch.Tensor, int]] = []
-        self._later = Later(fake_state, scheduler)
+        self._given: list[_Given] = []
+        self._later = Later(fake_state, recorder, scheduler)
         self._held: dict[str, Any] = {}
 
     @contextmanager
@@ -139,7 +164,7 @@ class _Scheduler:
         ):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
         self._is_stepped = True
-        self._given += [(a, a._version) for a in arguments if isinstance(a, torch.Tensor)]
+        self._given.append(_Given((arguments, keywords), len(recorder.program.after)))
         recorder.program.after.append(
             HostCall(
                 scheduler,
@@ -165,10 +190,11 @@ class _Scheduler:
         """Refuses a step that changes what `step()` was given, which a run gives it at the end, or
         a list of `get_last_lr()`, which is the scheduler's own.
         """
-        if any(tensor._version != version for tensor, version in self._given):
+        program = self._recorder.program
+        if any(given.is_changed(program) for given in self._given):
             raise CaptureError(
-                f"the step changes a tensor after it has given it to {self._path}.step(), which a plan calls when the step "
-                "has ended; give it a clone",
+                f"the step changes what it has given to {self._path}.step(), which a plan calls when the step has ended; give it "
+                "a clone of a tensor, or a copy of a container",
                 code="unknown_number",
             )
         if (path := self._later.changed()) is not None:
