@@ -168,8 +168,7 @@ def check_changeable(
         is_state: whether one of them is part of the step's state.
 
     Raises:
-        ExecutionError: one of them is in two places, where the trace had two containers (code
-            ``sharing``).
+        ExecutionError: one of them is also where no step may change it (code ``sharing``).
     """
     if not paths:
         return
@@ -180,9 +179,10 @@ def check_changeable(
         return False
 
     visit(arguments, counted)  # also in containers that no step may change
-    for path in paths:
-        container = _at(arguments, path)
-        if places[id(container)] > 1 or is_state(container):
+    containers = [_at(arguments, path) for path in paths]
+    changed = Counter(map(id, containers))
+    for container in containers:
+        if places[id(container)] > changed[id(container)] or is_state(container):
             raise ExecutionError(
                 "the step changes a list or dictionary that is in several places among its "
                 "arguments and its state; pass a copy",

@@ -51,7 +51,7 @@ from roam.state.references import (
     PlaceReference,
     StateKeys,
 )
-from roam.state.user_dicts import opened
+from roam.state.user_dicts import joined, opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -338,9 +338,10 @@ def _own_arguments(
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)
     closed = fake_state.taker.closed
-    return *pytree.tree_map_only(
+    made = pytree.tree_map_only(
         PackedSequence,
         recorder.with_values,
         opened(taken.put(leaves), closed),
         is_leaf=lambda value: isinstance(value, PackedSequence) or id(value) in closed,
-    ), received
+    )
+    return *joined(made, fake_state.shared, closed), received
