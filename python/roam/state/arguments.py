@@ -275,9 +275,9 @@ class Taker:
         Raises:
             CaptureError: a container has attributes that would be lost.
         """
-        _check_attributes(opened((args, kwargs), self.closed), self.closed)
+        leaves, spec, nodes = flattened((args, kwargs), self.closed)
+        _check_attributes(nodes, self.closed)
         if not self.opened:
-            leaves, spec = flattened((args, kwargs), self.closed)
             return Taken(leaves, spec, spec, {}, self.closed)
         leaves_and_paths, spec = flatten_with_paths((args, kwargs), closed=self.closed)
         found: list[Any] = []

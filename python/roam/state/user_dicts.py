@@ -78,15 +78,16 @@ def opened(tree: Any, closed: Collection[int] = ()) -> Any:
     return pytree.tree_map(functools.partial(_opened, closed=closed), tree, is_leaf=is_leaf)
 
 
-def flattened(tree: Any, closed: Collection[int] = ()) -> tuple[list[Any], Any]:
+def flattened(tree: Any, closed: Collection[int] = ()) -> tuple[list[Any], Any, Any]:
     """As `pytree.tree_flatten`, for a tree in which such objects are nodes, and what is closed is a
-    leaf.
+    leaf; and that tree, as `opened` gives it.
     """
     is_leaf = leaves_at(closed)
     leaves, spec = pytree.tree_flatten(tree, is_leaf)
     if not any(map(_is_kind, set(map(type, leaves)))):
-        return leaves, spec
-    return pytree.tree_flatten(opened(tree, closed), is_leaf)
+        return leaves, spec, tree
+    nodes = opened(tree, closed)
+    return *pytree.tree_flatten(nodes, is_leaf), nodes
 
 
 def leaves_at(closed: Collection[int]) -> Callable[[Any], bool] | None:
