@@ -319,6 +319,25 @@ def test_one_dictionary_in_two_places_is_one_in_the_step(
     assert trained(True) == trained(False)
 
 
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def test_a_dictionary_that_an_object_among_the_arguments_holds_too_is_one() -> None:
+    net = nn.Linear(8, 3)
+
+    def step(given: Any, holder: Any) -> Any:
+        net(holder.held["x"]).sum().backward()
+        return holder.held is given
+
+    compiled = roam.compile(step)
+    for number in range(8):
+        given = batch(number)
+        is_same = number % 3 == 2
+        assert compiled(given, Holder(given if is_same else batch(number))) is is_same
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_group_of_the_steps_optimizer_is_refused_before_anything_runs(is_late: bool) -> None:
     torch.manual_seed(0)

@@ -628,11 +628,14 @@ class ArgGuard:
         and which of the containers are one and the same: the step may ask whether two of them are.
         """
         containers = containers_in((args, kwargs), taken.closed)
-        pattern = pattern_of(containers)
+        found = [
+            *chain.from_iterable(parts.objects for parts in taken.objects.values()),
+            *containers,
+        ]
+        pattern = pattern_of(found)
         if self._guards is None:
             return [], pattern
-        found = chain.from_iterable(parts.objects for parts in taken.objects.values())
-        return list(map(self._guards.object_place_of, chain(found, containers))), pattern
+        return list(map(self._guards.object_place_of, found)), pattern
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
         """Which tensors share memory with one another or with the state, and which of those are one

@@ -904,7 +904,8 @@ class NumbersChange(Exception):
 
 class ArgumentsChange(Exception):
     """A step changes a container among its arguments in a way that `changed_arguments` does not
-    record, or an object that has been taken apart.
+    record, or an object that has been taken apart, or such an object holds a container that is an
+    argument too.
     """
 
     def refusal(self) -> CaptureError:

@@ -134,8 +134,12 @@ class FakeState:
         self.taker = Taker() if taker is None else taker
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
-        self.shared = pattern_of(containers_in((args, kwargs), self.taker.closed))
+        containers = containers_in((args, kwargs), self.taker.closed)
+        self.shared = pattern_of(containers)
         """Which containers among the arguments are one and the same."""
+        parts = {id(one) for parts in self.taken.objects.values() for one in parts.objects}
+        self.shares_parts = not parts.isdisjoint(map(id, containers))
+        """Whether one of them is also in an object that is taken apart, where it stays the same."""
         paths = self.taken.paths(argument_path, args, kwargs)
         self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))

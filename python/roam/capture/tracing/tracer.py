@@ -323,6 +323,8 @@ def _own_arguments(
     """The arguments with live numbers, and those of them that are tensors which nothing else of the
     step's holds.
     """
+    if fake_state.shares_parts:
+        raise ArgumentsChange
     taken = fake_state.taker.take(args, kwargs)
     leaves = list(taken.leaves)
     received: Received = []
