@@ -275,21 +275,67 @@ def test_a_batch_of_keywords_and_one_within_a_tuple() -> None:
         assert two[0] is first
 
 
-def test_one_dictionary_in_two_places_is_refused_before_anything_runs() -> None:
+def compares(one: Any, other: Any) -> Any:
+    return one is other, [one["x"] is other["x"]]
+
+
+def changes_one(one: Any, other: Any) -> Any:
+    labels = one.pop("labels")
+    other["seen"] = len(one)
+    return one is other, "labels" in other, labels
+
+
+def changes_parts(one: Any, other: Any) -> Any:
+    one["more"]["y"] = one["x"] * 2
+    other["queue"][0]["z"] = other["more"]["y"] + 1
+    return one["more"] is other["more"], one["queue"] is other["queue"]
+
+
+@pytest.mark.parametrize("make", [dict, UserDict, lambda given: ({"pair": [given]}, 1)[0]])
+@pytest.mark.parametrize("change", [compares, changes_one, changes_parts])
+def test_one_dictionary_in_two_places_is_one_in_the_step(
+    change: Callable[..., Any], make: Callable[..., Any]
+) -> None:
+    def trained(compiles: bool) -> Any:
+        net = nn.Linear(8, 3)
+        nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+
+        def step(one: Any, other: Any) -> Any:
+            one, other = (value["pair"][0] if "pair" in value else value for value in (one, other))
+            found = change(one, other)
+            (net(one["x"]).sum() + net(other["x"]).sum()).backward()
+            return found
+
+        run, found = roam.compile(step) if compiles else step, []
+        for number in range(8):
+            one = make(batch(number))
+            other = one if number % 2 else make(batch(number + 1))
+            if number % 4 == 2:
+                inner = [value["pair"][0] if "pair" in value else value for value in (one, other)]
+                inner[1]["more"], inner[1]["x"] = inner[0]["more"], inner[0]["x"]
+            found += [run(one, other), repr(one), repr(other), net.weight.grad.tolist()]
+        return repr(found)
+
+    assert trained(True) == trained(False)
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def test_a_dictionary_that_an_object_among_the_arguments_holds_too_is_one() -> None:
     net = nn.Linear(8, 3)
 
-    def step(one: Any, other: Any) -> Any:
-        (net(one.pop("x")).sum() + other["labels"].sum()).backward()
+    def step(given: Any, holder: Any) -> Any:
+        net(holder.held["x"]).sum().backward()
+        return holder.held is given
 
     compiled = roam.compile(step)
-    compiled(batch(0), batch(1))
-    before = net.weight.grad.clone()
-    given = batch(2)
-    with pytest.raises(roam.ExecutionError, match="in several places") as caught:
-        compiled(given, given)
-    assert caught.value.code == "sharing"
-    assert "x" in given
-    assert torch.equal(net.weight.grad, before)
+    for number in range(8):
+        given = batch(number)
+        is_same = number % 3 == 2
+        assert compiled(given, Holder(given if is_same else batch(number))) is is_same
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -386,18 +432,21 @@ def test_a_dictionary_of_the_steps_state_is_the_one_that_the_step_is_given(
 
 
 @pytest.mark.parametrize("where", [lambda one: deque([one]), lambda one: Output(one=one)])
-def test_a_list_that_is_in_another_kind_of_container_too_is_refused(where: Any) -> None:
+def test_a_list_that_is_in_another_kind_of_container_too_is_one_in_the_step(where: Any) -> None:
     net = nn.Linear(8, 3)
 
     def step(numbers: Any, other: Any) -> Any:
         numbers.pop()
-        (net(torch.ones(2, 8)).sum() * len(next(iter(other)))).backward()
+        inner = other.one if isinstance(other, Output) else other[0]
+        loss = net(torch.ones(2, 8)).sum() * len(inner)
+        loss.backward()
+        return len(inner), inner is numbers
 
-    numbers = [1, 2, 3]
-    with pytest.raises(roam.ExecutionError, match="in several places"):
-        roam.compile(step)(numbers, where(numbers))
-    assert numbers == [1, 2, 3]
-    assert net.weight.grad is None
+    numbers, compiled = [1, 2, 3], roam.compile(step)
+    assert compiled(numbers, where(numbers)) == (2, True)
+    assert compiled(numbers, where([4])) == (1, False)
+    assert compiled(numbers, where(numbers)) == (0, True)
+    assert numbers == []
 
 
 def test_what_a_dictionary_calls_for_a_missing_entry_is_guarded() -> None:
@@ -504,7 +553,7 @@ def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -
 
 
 def test_compare_sees_what_differs_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, _: left.result)
+    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, *_: left.result)
     for change, path in ((pops, "args[0]['x']"), (keeps_outputs, "args[0]['weight']")):
         comparison = roam.compare(Task(change).step, batch(0))
         assert comparison.outcome == "different"

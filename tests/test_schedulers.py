@@ -158,3 +158,138 @@ def test_compare_compares_them() -> None:
     task = Task(MAKE["exponential"], rates_after)
     comparison = roam.compare(task.step, torch.ones(64, 4), {})
     assert comparison.equal, comparison
+
+
+def kinds_and_lists(task: Task, loss: Any, log: Any) -> Any:
+    first = task.scheduler.get_last_lr()
+    task.scheduler.step()
+    rates, epoch = task.scheduler.get_last_lr(), task.scheduler.last_epoch
+    log["held"] = [rates]
+    kinds = type(epoch), isinstance(epoch, int), isinstance(rates[0], float)
+    return kinds, first, rates, {"again": Held(rates)}, rates is task.scheduler.get_last_lr()
+
+
+class Held:
+    def __init__(self, rates: Any) -> None:
+        self.rates = rates
+
+
+@pytest.mark.parametrize("name", ["exponential", "sequential", "plateau"])
+def test_lists_of_rates_are_the_schedulers_own(name: str) -> None:
+    task = Task(MAKE[name], kinds_and_lists)
+    if name == "plateau":
+        plain_step = task.scheduler.step
+        task.scheduler.step = lambda: plain_step(1.0)
+    step, log = roam.compile(task.step), dict[str, Any]()
+    for _ in range(4):
+        before = task.scheduler.get_last_lr()
+        kinds, first, rates, others, is_same = step(torch.ones(64, 4), log)
+        after = task.scheduler.get_last_lr()
+        assert kinds == (int, True, True)
+        assert is_same
+        assert first is before
+        assert after is rates
+        assert after is others["again"].rates
+        assert after is log["held"][0]
+
+
+def test_a_group_that_is_new_has_a_rate_after_the_step() -> None:
+    def rates(compiles: bool) -> Any:
+        task, found = Task(MAKE["exponential"], rates_after), []
+        step = roam.compile(task.step) if compiles else task.step
+        for number in range(4):
+            if number == 2:
+                added = torch.nn.Parameter(torch.ones(3))
+                task.optimizer.add_param_group({"params": [added], "lr": 0.3, "initial_lr": 0.3})
+                task.scheduler.base_lrs.append(0.3)
+            found.append(step(torch.ones(64, 4), {})["rates"])
+        return found
+
+    assert rates(True) == rates(False)
+
+
+def changes_the_list(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.scheduler.get_last_lr().append(1.0)
+
+
+def changes_the_metric(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step(loss)
+    loss.zero_()
+
+
+class Keeping(lr_scheduler.ExponentialLR):
+    def step(self, kept: Any = None) -> None:
+        self.kept = kept
+        super().step()
+
+
+def changes_data_of_the_metric(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step(metrics=loss)
+    loss.data.zero_()
+
+
+def changes_a_list(task: Task, loss: Any, log: Any) -> None:
+    kept = [loss]
+    task.scheduler.step(kept)
+    kept.append(1)
+
+
+def changes_what_the_function_reads(task: Any, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.factor = task.factor * 0.5
+
+
+def changes_a_tensor_that_it_reads(task: Any, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.scale.mul_(0.5)
+
+
+def changes_it_before(task: Any, loss: Any, log: Any) -> Any:
+    task.factor = task.factor * 0.5
+    task.scale.mul_(0.5)
+    task.scheduler.step()
+    task.other = task.other + 1
+    return task.scheduler.get_last_lr()
+
+
+def task_with_function(leave: Callable[..., Any]) -> Task:
+    def factor(epoch: int) -> float:
+        return task.factor * float(task.scale)  # type: ignore[no-any-return]
+
+    task: Any = Task(MAKE["exponential"], leave)
+    task.factor, task.scale, task.other = 1.0, torch.ones(()), 0
+    task.scheduler = lr_scheduler.LambdaLR(task.optimizer, factor)
+    return task  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [
+        (changes_the_list, "changes the list"),
+        (changes_the_metric, "changes what it has given"),
+        (changes_data_of_the_metric, "changes what it has given"),
+        (changes_a_list, "changes what it has given"),
+        (changes_what_the_function_reads, r"self\.factor"),
+        (changes_a_tensor_that_it_reads, r"self\.scale"),
+    ],
+)
+def test_a_step_may_not_change_what_its_scheduler_reads_later(
+    leave: Callable[..., Any], words: str
+) -> None:
+    task = task_with_function(leave)
+    if leave in (changes_the_metric, changes_data_of_the_metric):
+        task = Task(MAKE["plateau"], leave)
+    elif leave is changes_a_list:
+        task = Task(lambda optimizer: Keeping(optimizer, 0.9), leave)
+    with pytest.raises(roam.CaptureError, match=words):
+        roam.compile(task.step)(torch.ones(64, 4), {})
+
+
+def test_a_step_may_change_what_its_scheduler_reads_before() -> None:
+    def rates(compiles: bool) -> Any:
+        task = task_with_function(changes_it_before)
+        step = roam.compile(task.step) if compiles else task.step
+        return [step(torch.ones(64, 4), {}) for _ in range(4)]
+
+    assert rates(True) == rates(False)

@@ -340,7 +340,8 @@ class Runner:
                 host_call.scheduler.step(*given[0], **given[1])
                 self._read_late(result, calls)
             left: Left = pytree.tree_unflatten(result, program.result[1])
-            returned = leave_arguments(left, (args, kwargs))
+            lists = [id(result[place]) for place, _ in program.late]
+            returned = leave_arguments(left, (args, kwargs), lists)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
@@ -22,6 +22,7 @@ from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
 _NEW: Final = -1
+_NO_OTHERS: Final[Mapping[int, tuple[Any, Any]]] = {}
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -80,26 +81,30 @@ class Containers:
             for space in (_space(container),)
         ]
 
-    def left(self, result: Any) -> Left:
+    def left(self, result: Any, others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS) -> Left:
         """What a step that returns a result has left; the containers are then as before the step.
+
+        Args:
+            others: by identity, further containers from before the step, each with what stands for
+                it.
 
         Raises:
             Unrecordable: a dictionary has keys that are not plain values.
         """
-        others = [
+        changed = [
             (path, space, before, now)
             for path, space, before in self._held
             if not _are_same(before, now := space.items())
         ]
         changes = [
             _change(path, isinstance(space, SequenceSpace), before, now)
-            for path, space, before, now in others
+            for path, space, before, now in changed
         ]
-        for _, space, before, _ in others:
+        for _, space, before, _ in changed:
             space.put(before)
         if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
             raise Unrecordable
-        naming = _Naming({id(container): path for path, container in self._all})
+        naming = _Naming({id(container): path for path, container in self._all}, others)
         result = naming.named(result)
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
         if not all(is_plain(key) for path in naming.met for key in path):
@@ -112,15 +117,20 @@ class _Naming:
     the same object.
     """
 
-    def __init__(self, paths: dict[int, tuple[Any, ...]]) -> None:
+    def __init__(
+        self, paths: dict[int, tuple[Any, ...]], others: Mapping[int, tuple[Any, Any]]
+    ) -> None:
         self.met: list[tuple[Any, ...]] = []
         self._paths = paths
+        self._others = others
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def named(self, value: Any) -> Any:
         if (path := self._paths.get(id(value))) is not None:
             self.met.append(path)
             return Given(path)
+        if id(value) in self._others:
+            return self._others[id(value)][1]
         if pytree.tree_is_leaf(value):
             return value
         if id(value) not in self._made:
@@ -158,8 +168,7 @@ def check_changeable(
         is_state: whether one of them is part of the step's state.
 
     Raises:
-        ExecutionError: one of them is in two places, where the trace had two containers (code
-            ``sharing``).
+        ExecutionError: one of them is also where no step may change it (code ``sharing``).
     """
     if not paths:
         return
@@ -170,9 +179,10 @@ def check_changeable(
         return False
 
     visit(arguments, counted)  # also in containers that no step may change
-    for path in paths:
-        container = _at(arguments, path)
-        if places[id(container)] > 1 or is_state(container):
+    containers = [_at(arguments, path) for path in paths]
+    changed = Counter(map(id, containers))
+    for container in containers:
+        if places[id(container)] > changed[id(container)] or is_state(container):
             raise ExecutionError(
                 "the step changes a list or dictionary that is in several places among its "
                 "arguments and its state; pass a copy",
@@ -180,8 +190,11 @@ def check_changeable(
             )
 
 
-def leave(left: Left, arguments: Arguments) -> Any:
+def leave(left: Left, arguments: Arguments, others: Collection[int] = ()) -> Any:
     """Does to a call's containers what the step has done to those of its trace.
+
+    Args:
+        others: identities of containers that are not the step's own, and stay the same ones.
 
     Returns:
         What the step returns.
@@ -194,7 +207,9 @@ def leave(left: Left, arguments: Arguments) -> Any:
     def with_given(tree: Any) -> Any:
         if not has_given:
             return tree
-        return pytree.tree_map(put_in, tree, is_leaf=lambda value: type(value) is Given)
+        return pytree.tree_map(
+            put_in, tree, is_leaf=lambda value: type(value) is Given or id(value) in others
+        )
 
     result = with_given(result)
     filled = []

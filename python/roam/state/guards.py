@@ -43,7 +43,7 @@ from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
 from roam.state.namespaces import NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
-from roam.state.user_dicts import containers_in
+from roam.state.user_dicts import containers_in, pattern_of
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -611,7 +611,9 @@ class ArgGuard:
             elif not same(expected, _leaf(value)):
                 return changed(path, show(expected), show(value))
         if self._held_by_state(taken, args, kwargs) != self._held:
-            return "the step's state holds other objects among the arguments than before, or none"
+            return (
+                "other objects among the arguments are the same, or the step's state holds others"
+            )
         if self._alias(leaves) != self._aliasing:
             return (
                 "the arguments do not share memory, with one another or with the step's "
@@ -621,15 +623,19 @@ class ArgGuard:
 
     def _held_by_state(
         self, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[int]:
-        """Which of the objects and containers that are taken apart the state holds too, and where:
-        the step may ask whether two of them are one and the same.
+    ) -> tuple[list[int], list[int]]:
+        """Which of the objects and containers that are taken apart the state holds too, and where,
+        and which of the containers are one and the same: the step may ask whether two of them are.
         """
-        if self._guards is None:
-            return []
-        found = chain.from_iterable(parts.objects for parts in taken.objects.values())
         containers = containers_in((args, kwargs), taken.closed)
-        return list(map(self._guards.object_place_of, chain(found, containers)))
+        found = [
+            *chain.from_iterable(parts.objects for parts in taken.objects.values()),
+            *containers,
+        ]
+        pattern = pattern_of(found)
+        if self._guards is None:
+            return [], pattern
+        return list(map(self._guards.object_place_of, found)), pattern
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
         """Which tensors share memory with one another or with the state, and which of those are one

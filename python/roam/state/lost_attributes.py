@@ -44,21 +44,25 @@ def lost_attribute(tree: Any, closed: Collection[int] = ()) -> Lost | None:
         closed: identities of containers that are not taken apart.
     """
     kind = type(tree)
-    if kind in _LEAVES or pytree.tree_is_leaf(tree) or id(tree) in closed:
+    if kind in _LEAVES or id(tree) in closed:
         return None
+    parts: Collection[Any]
     if kind is dict:
-        parts = list(tree.values())
+        parts = tree.values()
     elif kind is list or kind is tuple:
-        parts = list(tree)
+        parts = tree
+    elif pytree.tree_is_leaf(tree):
+        return None
     else:
         own = id(tree)  # pytree keeps the function, and what it holds, until a collection
         parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != own)
         fault = _fault(tree, parts, spec)
         if fault is not None:
             return Lost(tree, fault)
-    return next(
-        (lost for part in parts if (lost := lost_attribute(part, closed)) is not None), None
-    )
+    for part in parts:  # quicker without a generator, and without a call for each leaf
+        if type(part) not in _LEAVES and (lost := lost_attribute(part, closed)) is not None:
+            return lost
+    return None
 
 
 def loses_attributes(container: Any, parts: list[Any], spec: Any) -> bool:

@@ -5,14 +5,16 @@ apart into what their attributes hold, and put together again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from roam.state.equality import attributes_of, is_plain
 from roam.torch_compat.private import pytree
+
+_NO_OTHERS: Final[Mapping[int, tuple[Any, Any]]] = {}
 
 
 class _Bare:
@@ -43,7 +45,12 @@ pytree.register_pytree_node(
 )
 
 
-def opened(tree: Any, is_known: Callable[[Any], bool], is_leaf: Callable[[Any], bool]) -> Any:
+def opened(
+    tree: Any,
+    is_known: Callable[[Any], bool],
+    is_leaf: Callable[[Any], bool],
+    others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
+) -> Any:
     """A tree with its objects taken apart, so that its leaves are what these hold. An object stays
     as it is if another one with the same attributes could not stand for it.
 
@@ -53,8 +60,10 @@ def opened(tree: Any, is_known: Callable[[Any], bool], is_leaf: Callable[[Any], 
             the step.
         is_leaf: whether a value may be in an object. (Tensors, plain values and classes always
             may.)
+        others: by identity, containers from before the step that may be in an object, each with
+            what stands for it.
     """
-    opening = _Opening(is_known, is_leaf)
+    opening = _Opening(is_known, is_leaf, others)
     return pytree.tree_map(opening.leaf, tree, is_leaf=lambda value: type(value) is torch.Size)
 
 
@@ -66,6 +75,7 @@ class _Refused(Exception):
 class _Opening:
     is_known: Callable[[Any], bool]
     is_leaf: Callable[[Any], bool]
+    others: Mapping[int, tuple[Any, Any]]
     _met: set[int] = field(default_factory=set)
 
     def leaf(self, value: Any) -> Any:
@@ -77,6 +87,8 @@ class _Opening:
     def _part(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, type)) or is_plain(value) or self.is_leaf(value):
             return value
+        if id(value) in self.others:
+            return self.others[id(value)][1]
         kind = type(value)
         if id(value) in self._met or self.is_known(value):
             raise _Refused

@@ -9,6 +9,7 @@ with pytree, since that would change what users' own code sees.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import UserDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from roam.state.made_objects import is_bare, together
 from roam.torch_compat.private import pytree
 
 _DATA: Final = "data"
+_EMPTY: Final = ()
 _LEAVES: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
@@ -106,13 +108,15 @@ def visit(tree: Any, look: Callable[[Any], bool]) -> None:
 
 
 def containers_in(tree: Any, closed: Collection[int] = ()) -> list[Any]:
-    """The containers in a tree that a step may change, and such objects, apart from closed ones."""
+    """The lists, dictionaries, tuples and the like in a tree, and such objects, in order, without
+    closed ones.
+    """
     found = list[Any]()
 
     def noted(node: Any) -> bool:
         if id(node) in closed:
             return True
-        if isinstance(node, (list, dict, deque)) or _is_kind(type(node)):
+        if _is_container(node):
             found.append(node)
         return False
 
@@ -123,13 +127,62 @@ def containers_in(tree: Any, closed: Collection[int] = ()) -> list[Any]:
         if kind is not dict and kind is not list and kind is not tuple:
             visit(node, noted)
             return
-        if kind is not tuple:
-            found.append(node)
+        found.append(node)
         for part in node.values() if kind is dict else node:
             walk(part)
 
     walk(tree)
     return found
+
+
+def pattern_of(containers: list[Any]) -> list[int]:
+    """For each container, the place of the first that is the same; nothing if no two are. An empty
+    tuple is always the same one.
+    """
+    names = [id(one) for one in containers if one is not _EMPTY]
+    if len(set(names)) == len(names):
+        return []
+    first: dict[int, int] = {}
+    return [first.setdefault(id(one), place) for place, one in enumerate(containers)]
+
+
+def joined(tree: Any, pattern: list[int], closed: Collection[int] = ()) -> Any:
+    """A tree of new containers in which those are the same that a pattern says."""
+    made = list[Any]()
+
+    def walk(node: Any) -> Any:
+        if type(node) in _LEAVES or id(node) in closed:
+            return node
+        place = len(made)
+        is_counted = _is_container(node)
+        if is_counted:
+            made.append(node)
+        is_apart = may_be_opened(node)
+        if not is_apart and pytree.tree_is_leaf(node):
+            return node
+        held = attributes_of(node) if is_apart else node
+        own = id(held)
+        parts, spec = pytree.tree_flatten(held, is_leaf=lambda part: id(part) != own)
+        others = list(map(walk, parts))
+        if any(map(operator.is_not, parts, others)):
+            if isinstance(held, dict):
+                for key, part in zip(list(held), others, strict=True):
+                    held[key] = part
+            elif isinstance(held, (list, deque)):
+                for index, part in enumerate(others):
+                    held[index] = part
+            else:
+                node = pytree.tree_unflatten(others, spec)
+        if is_counted:
+            made[place] = made[pattern[place]] if pattern[place] < place else node
+            return made[place]
+        return node
+
+    return walk(tree) if pattern else tree
+
+
+def _is_container(node: Any) -> bool:
+    return isinstance(node, (list, dict, tuple, deque)) or _is_kind(type(node))
 
 
 def _opened(leaf: Any, closed: Collection[int]) -> Any:
@@ -169,8 +222,10 @@ __all__ = [
     "containers_in",
     "flattened",
     "is_user_dict",
+    "joined",
     "leaves_at",
     "may_be_opened",
     "opened",
+    "pattern_of",
     "visit",
 ]

@@ -312,6 +312,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
         result,
         lambda value: id(value) in known,
         lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
+        recorder.late_lists,
     )
     leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = list[Any](), list[History]()
@@ -903,7 +904,8 @@ class NumbersChange(Exception):
 
 class ArgumentsChange(Exception):
     """A step changes a container among its arguments in a way that `changed_arguments` does not
-    record, or an object that has been taken apart.
+    record, or an object that has been taken apart, or such an object holds a container that is an
+    argument too.
     """
 
     def refusal(self) -> CaptureError:

@@ -53,6 +53,7 @@ from roam.state.references import (
 )
 from roam.state.snapshot import Made
 from roam.state.spaces import Space
+from roam.state.user_dicts import containers_in, pattern_of
 from roam.torch_compat.private import (
     DYNAMIC_INDICES,
     HOOKS,
@@ -133,6 +134,12 @@ class FakeState:
         self.taker = Taker() if taker is None else taker
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
+        containers = containers_in((args, kwargs), self.taker.closed)
+        self.shared = pattern_of(containers)
+        """Which containers among the arguments are one and the same."""
+        parts = {id(one) for parts in self.taken.objects.values() for one in parts.objects}
+        self.shares_parts = not parts.isdisjoint(map(id, containers))
+        """Whether one of them is also in an object that is taken apart, where it stays the same."""
         paths = self.taken.paths(argument_path, args, kwargs)
         self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))

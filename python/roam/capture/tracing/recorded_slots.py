@@ -112,6 +112,9 @@ class Slots:
         """By identity, distributed tensors with what stands for them in the program."""
         self._late: dict[int, tuple[Any, LateNumber]] = {}
         """By identity, the numbers that cannot be known during the step."""
+        self.late_lists: dict[int, tuple[list[Any], Any]] = {}
+        """By identity, lists of such numbers that are not the step's own, each with what stands for
+        it in the result."""
         self._refusal: CaptureError | None = None
         self._on_number: Callable[[int], None] | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}

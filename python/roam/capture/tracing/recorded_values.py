@@ -175,15 +175,22 @@ class Values(Slots):
             and self._given[node.slot][0] is reference
         )
 
-    def unknown(self, origin: str, reference: Any) -> Any:
+    def unknown(self, origin: str, reference: Any, *, is_integer: bool = False) -> Any:
         """A number that cannot be known during the step. It may be returned: a reference says where
         a run finds it, once the schedulers that have been stepped so far are stepped. Any other use
         of it is refused; without a reference, that is refused too.
         """
-        number = LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
+        node = LiveNode(cast(TraceContext, self), UNKNOWN, is_integer, origin)
+        number = (LiveInt if is_integer else LiveFloat)(node)
         if reference is not None:
             self._late[id(number)] = number, LateNumber(reference, len(self.program.after))
         return number
+
+    def note_late(self, numbers: list[Any], origin: str, reference: Any) -> None:
+        """Notes a list that the step may return as it is: a reference says where a run finds it,
+        once the schedulers that have been stepped so far are stepped.
+        """
+        self.late_lists[id(numbers)] = numbers, self.unknown(origin, reference)
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""

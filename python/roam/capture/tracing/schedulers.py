@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
+from roam.capture.tracing.scheduler_functions import Later
 from roam.errors import CaptureError
-from roam.program.ir import HostCall
+from roam.program.ir import HostCall, Program, substitute
 from roam.state.containers import MappingSpace
 from roam.state.equality import same
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS
 from roam.state.references import AttributeReference, EntryReference, RateReference
+from roam.state.user_dicts import opened
 from roam.torch_compat.patches import SCHEDULERS, replaced
+from roam.torch_compat.private import pytree
 
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """What PyTorch's own schedulers change in a group."""
+_MODULES: Final = frozenset({"torch.optim.lr_scheduler", "torch.optim.swa_utils"})
+"""Where PyTorch's own schedulers are."""
 
 
 TWO_WAYS = (
     "the step sets a learning rate itself and steps a scheduler of the same optimizer; do one of "
     "them outside of the step"
 )
+
+
+class _Given:
+    """What a `step` was given.
+
+    Args:
+        call: its place among the program's calls of schedulers.
+    """
+
+    def __init__(self, arguments: Any, call: int) -> None:
+        self._arguments = arguments
+        self._call = call
+        self._leaves, self._spec = pytree.tree_flatten(opened(arguments))
+
+    def is_changed(self, program: Program) -> bool:
+        """Whether the step has changed it since then."""
+        leaves, spec = pytree.tree_flatten(opened(self._arguments))
+        if spec != self._spec or any(map(operator.is_not, leaves, self._leaves)):
+            return True
+        call, slots = program.after[self._call], set[int]()
+        substitute(call.arguments, lambda ref: slots.add(ref.slot))
+        written = program.written(program.calls[call.position :])
+        return not written.isdisjoint(map(program.storage_of, slots))
 
 
 @contextmanager
@@ -72,12 +101,15 @@ class _Scheduler:
             is not torch.optim.lr_scheduler.LRScheduler.get_last_lr
         )
         self._add = recorder.add_number if live else recorder.add_plain
+        self._all = AttributeReference(self._own, "_last_lr", f"{path}._last_lr")
         rates = self._own.get("_last_lr")
-        self._last = [
-            (EntryReference(AttributeReference(self._own, "_last_lr", f"{path}._last_lr"), (place,), f"{path}.get_last_lr()[{place}]"), rate)
-            for place, rate in enumerate(rates if type(rates) is list else ())
-        ]  # fmt: skip
+        self._last: list[Any] = rates if type(rates) is list else []
+        self._integers = {name for name in SCHEDULER_COUNTERS if type(self._own.get(name)) is int}
+        self._is_stepped = False
         self._last_now: list[Any] | None = None
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._given: list[_Given] = []
+        self._later = Later(fake_state, recorder, scheduler)
         self._held: dict[str, Any] = {}
 
     @contextmanager
@@ -97,6 +129,7 @@ class _Scheduler:
         with replaced(replacements, of=SCHEDULERS):
             self._held |= self._own.holder
             yield
+            self._check_given()
             now = self._own.holder
             if self._held.keys() != now.keys() or any(
                 not same(self._held[key], value) for key, value in now.items()
@@ -130,6 +163,8 @@ class _Scheduler:
             isinstance(a, torch.Tensor) and a.requires_grad for a in arguments
         ):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+        self._is_stepped = True
+        self._given.append(_Given((arguments, keywords), len(recorder.program.after)))
         recorder.program.after.append(
             HostCall(
                 scheduler,
@@ -140,6 +175,7 @@ class _Scheduler:
         )
         for reference in self._rates:
             reference.set(recorder.unknown(f"{reference.path} after {path}.step()", reference))
+        self._later.note()
 
     def _refuse_if_changed(self, name: str) -> None:
         unchanged = _kept_by_step(self._scheduler)
@@ -150,18 +186,64 @@ class _Scheduler:
                 code="unknown_number",
             )
 
+    def _check_given(self) -> None:
+        """Refuses a step that changes what `step()` was given, which a run gives it at the end, or
+        a list of `get_last_lr()`, which is the scheduler's own.
+        """
+        program = self._recorder.program
+        if any(given.is_changed(program) for given in self._given):
+            raise CaptureError(
+                f"the step changes what it has given to {self._path}.step(), which a plan calls when the step has ended; give it "
+                "a clone of a tensor, or a copy of a container",
+                code="unknown_number",
+            )
+        if (path := self._later.changed()) is not None:
+            raise CaptureError(
+                f"the step changes {path} after {self._path}.step(), which a plan calls when the step has ended, and which may "
+                "call a function that reads it; change it before, or outside of the step",
+                code="unknown_number",
+            )
+        if any(
+            len(rates) != len(given) or any(map(operator.is_not, rates, given))
+            for rates, given in self._lists
+        ):
+            raise CaptureError(
+                f"the step changes the list that {self._path}.get_last_lr() returns, which is the scheduler's own; change a "
+                "copy of it (list(x))",
+                code="moved",
+            )
+
     def _last_rates(self) -> list[Any]:
         if self._last_now is None:
-            calls = self._recorder.program.after
-            self._last_now = [
-                self._recorder.unknown(f"{reference.path} after {calls[-1].path}.step()", reference)
-                if calls
-                else self._recorder.unknown(reference.path, None)
-                if type(rate) not in (int, float)
-                else self._add(reference, rate)
-                for reference, rate in self._last
-            ]
-        return list(self._last_now)
+            recorder, calls = self._recorder, self._recorder.program.after
+            getter = f"{self._path}.get_last_lr()"
+            rates = self._last if not calls else [None] * self._count()
+            self._last_now = []
+            for place, rate in enumerate(rates):
+                reference = EntryReference(self._all, (place,), f"{getter}[{place}]")
+                self._last_now.append(
+                    recorder.unknown(f"{reference.path} after {calls[-1].path}.step()", reference)
+                    if calls
+                    else recorder.unknown(reference.path, None)
+                    if type(rate) not in (int, float)
+                    else self._add(reference, rate)
+                )
+            self._lists.append((self._last_now, list(self._last_now)))
+            recorder.note_late(self._last_now, getter, self._all)
+        return self._last_now
+
+    def _count(self) -> int:
+        """How many rates there are after a scheduler's `step()`."""
+        count = len(self._scheduler.optimizer.param_groups)
+        if len(self._last) != count and not (
+            self._is_stepped and type(self._scheduler).__module__ in _MODULES
+        ):
+            self._recorder.refuse(
+                f"the step asks for {self._path}.get_last_lr(), which does not have the rates of all groups yet, after a "
+                "scheduler's step(); call it outside of the step",
+                code="unknown_number",
+            )
+        return count
 
     def _counters(self) -> dict[str, Any]:
         """What a trace finds in the place of the counters."""
@@ -171,7 +253,9 @@ class _Scheduler:
                 continue
             if name != "_last_lr":
                 place = AttributeReference(self._own, name, f"{self._path}.{name}")
-                counters[name] = self._recorder.unknown(f"{self._path}'s own counters", place)
+                counters[name] = self._recorder.unknown(
+                    f"{self._path}'s own counters", place, is_integer=name in self._integers
+                )
             elif self._has_own_getter:
                 counters[name] = self._last_rates()
             else:

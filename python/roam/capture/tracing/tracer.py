@@ -51,7 +51,7 @@ from roam.state.references import (
     PlaceReference,
     StateKeys,
 )
-from roam.state.user_dicts import opened
+from roam.state.user_dicts import joined, opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -173,7 +173,7 @@ def trace(
             reductions.check()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
-        left = _left(fake_state, containers, given, (args, kwargs), result)
+        left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
@@ -203,14 +203,19 @@ def trace(
 
 
 def _left(
-    fake_state: FakeState, containers: Containers, given: Taken, arguments: Arguments, result: Any
+    fake_state: FakeState,
+    recorder: Recorder,
+    containers: Containers,
+    given: Taken,
+    arguments: Arguments,
+    result: Any,
 ) -> Left:
     """What the step returns, and what it has done to lists and dictionaries among its arguments,
     which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
         try:
-            left = containers.left(result)
+            left = containers.left(result, recorder.late_lists)
         except Unrecordable:
             raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
@@ -318,6 +323,8 @@ def _own_arguments(
     """The arguments with live numbers, and those of them that are tensors which nothing else of the
     step's holds.
     """
+    if fake_state.shares_parts:
+        raise ArgumentsChange
     taken = fake_state.taker.take(args, kwargs)
     leaves = list(taken.leaves)
     received: Received = []
@@ -333,9 +340,10 @@ def _own_arguments(
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)
     closed = fake_state.taker.closed
-    return *pytree.tree_map_only(
+    made = pytree.tree_map_only(
         PackedSequence,
         recorder.with_values,
         opened(taken.put(leaves), closed),
         is_leaf=lambda value: isinstance(value, PackedSequence) or id(value) in closed,
-    ), received
+    )
+    return *joined(made, fake_state.shared, closed), received
