@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 WHEELS := target/wheels
 DIST := target/dist
 SITE := target/site
+# Cargo's profile of the wheel; Cargo.toml says what each is for.
+WHEEL_PROFILE ?= release
 # Holds numpy and the wheel alone, to show that planning a graph file needs nothing else.
 BARE := target/bare-venv
 
@@ -58,7 +60,7 @@ $(BIN)/maturin:
 
 wheel: $(BIN)/maturin
 	rm -rf $(WHEELS)
-	MAKEFLAGS= $(BIN)/maturin build --quiet --release --locked --out $(WHEELS)
+	MAKEFLAGS= $(BIN)/maturin build --quiet --profile $(WHEEL_PROFILE) --locked --out $(WHEELS)
 
 # uv unpacks packages in parallel, into a folder on the same disk, and links them from there. It does not read pip's
 # settings: where it cannot reach an index, pip installs.
@@ -104,11 +106,11 @@ durations:
 	$(BIN)/python benches/durations.py target/tests.xml
 
 rust-build:
-	$(CARGO) test --locked --quiet --no-run
+	$(CARGO) test --locked --quiet --profile checked --no-run
 
 rust-test:
-	$(CARGO) test --locked --quiet
-	$(CARGO) test --locked --quiet --benches
+	$(CARGO) test --locked --quiet --profile checked
+	$(CARGO) test --locked --quiet --profile checked --benches
 
 # ROAM_CASES says how many cases a sweep has.
 nightly: export ROAM_SWEEP_EVERY = 1
@@ -201,12 +203,10 @@ release:
 	done
 	ls -l $(DIST)
 
-# While packages arrive, a core compiles the planner and its tests. While mypy thinks, the planner's tests run. The
-# Python tests have the machine to themselves. Without link-time optimization the wheel takes 40 s of processor time less
-# to build, and the planner is about as fast. Without line tables the planner's tests take 50 s less to compile.
+# While packages arrive, a core compiles the planner and its tests, once for both. While mypy thinks, the planner's tests
+# run. The Python tests have the machine to themselves.
 ci: export CARGO_INCREMENTAL = 0
-ci: export CARGO_PROFILE_RELEASE_LTO = off
-ci: export CARGO_PROFILE_DEV_DEBUG = 0
+ci: export WHEEL_PROFILE = checked
 ci:
 	$(MAKE) --no-print-directory --jobs 2 --output-sync wheel dependencies rust-build
 	$(MAKE) --no-print-directory install-wheel

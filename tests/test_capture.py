@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -399,6 +400,38 @@ class TestRefuses:
         with pytest.raises(roam.CaptureError, match="iterator"):
             roam.capture(step, model, optimizer)
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"shuffle": True}, "decides in Python"), ({"num_workers": 1}, "starts processes")],
+    )
+    def test_a_loader_in_the_step(self, options: dict[str, Any], message: str) -> None:
+        model, optimizer, x, y = parts()
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(data, batch_size=2, **options)
+
+        def step(model, optimizer):
+            for batch in loader:
+                loss = plain_step(model, optimizer, *batch)
+            return loss
+
+        with pytest.raises(roam.CaptureError, match=message) as caught:
+            roam.capture(step, model, optimizer)
+        assert caught.value.code == "iterator"
+        assert "for batch in loader: step(batch)" in str(caught.value)
+        assert Path(__file__).name in str(caught.value.source)
+
+    def test_numpy_on_numbers_of_the_step(self) -> None:
+        model, optimizer, x, y = parts()
+
+        def step(model, optimizer, x, y):
+            losses = [plain_step(model, optimizer, x, y).item() for _ in range(2)]
+            return np.mean(losses)
+
+        with pytest.raises(roam.CaptureError, match="NumPy") as caught:
+            roam.capture(step, model, optimizer, x, y)
+        assert Path(__file__).name in str(caught.value.source)
+        assert "sum(values) / len(values)" in str(caught.value)
+
     def test_the_rate_after_the_scheduler(self) -> None:
         model, optimizer, x, y = parts()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -406,7 +439,7 @@ class TestRefuses:
         def step(model, optimizer, x, y):
             loss = plain_step(model, optimizer, x, y)
             scheduler.step()
-            return loss, optimizer.param_groups[0]["lr"]
+            return loss, optimizer.param_groups[0]["lr"] * 2
 
         with pytest.raises(roam.CaptureError, match="not known until the step has run"):
             roam.capture(step, model, optimizer, x, y)

@@ -63,6 +63,23 @@ def test_of_what_the_step_returns(make: Callable[[torch.Tensor], Any]) -> None:
     refused(lambda: step(torch.ones(3)))
 
 
+@pytest.mark.parametrize("puts", [False, True])
+def test_of_what_holds_a_list_of_the_callers(puts: bool) -> None:
+    """It is put together of other entries once more."""
+
+    def step(batch: dict[str, Any], x: torch.Tensor) -> Any:
+        outputs = OrderedDict(x=x * 2, names=batch["names"])
+        outputs.extra = 1.0  # type: ignore[attr-defined]
+        if not puts:
+            return [outputs]
+        batch["outputs"] = outputs
+        return None
+
+    batch: dict[str, Any] = {"names": ["a"]}
+    refused(lambda: roam.compile(step)(batch, torch.ones(3)))
+    assert list(batch) == ["names"]
+
+
 @pytest.mark.parametrize("make", ATTRIBUTES)
 def test_of_an_argument(make: Callable[[torch.Tensor], Any]) -> None:
     step = roam.compile(lambda batch, factor: batch["outputs"][0][0] * factor)

@@ -435,12 +435,14 @@ def _captured(
     taker = known.taker
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
-    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
     is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:
-        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
+    if reads.is_narrow or reads.everything:
+        _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
@@ -476,6 +478,7 @@ def _captured(
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
             raise ReadMore from error
+        _close_shared(reach, known)
         if reach.may_be_narrower():
             reads.narrow()
             raise ReadMore from error
@@ -560,13 +563,27 @@ def _what_was_read(
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
     changing = known.numbers
-    narrow = reach_of(train_step, args, kwargs, reach.reads.narrow(), opened, known.renewed)
+    reads = reach.reads.narrow()
+    narrow = reach_of(train_step, args, kwargs, reads, opened, known.renewed, known.taker.closed)
+    _close_shared(narrow, known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
     if narrow.faked() != reach.faked() or _numbers(narrow, changing) != _numbers(reach, changing):
         raise ReadMore
     return narrow
+
+
+def _close_shared(reach: Reach, known: Known) -> None:
+    """Has containers among the arguments that the step's state holds too count as state.
+
+    Raises:
+        ReadMore: there are such containers, and the trace had others in their places.
+    """
+    if reach.shared:
+        closed = {id(container): container for container in reach.shared}
+        known.taker = replace(known.taker, closed={**known.taker.closed, **closed})
+        raise ReadMore
 
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
@@ -714,18 +731,25 @@ class _Tracer:
                 return programs
 
     def _check_alone(self, programs: list[Program], live_arguments: bool) -> None:
-        """Refuses a step that cannot be traced twice in a row if another trace from the same state
+        """Refuses a step of which no two traces in a row agree if another trace from the same state
         differs: it depends on something that no guard sees.
         """
         error = programs[0].unsettled
-        if not isinstance(error, CaptureError) or error.code != "step_raised":
+        if isinstance(error, _Unlike):
+            error = error.refusal
+        elif not isinstance(error, CaptureError) or error.code != "step_raised":
             return
-        (again,) = self._programs(live_arguments, True, only_first=True)
+        (again,) = self._programs(live_arguments, True, only_first=True, stirs=True)
         if difference(programs[0], again) is not None:
             raise error
 
     def _programs(
-        self, live_arguments: bool, live_numbers: bool, *, only_first: bool
+        self,
+        live_arguments: bool,
+        live_numbers: bool,
+        *,
+        only_first: bool,
+        stirs: bool = False,
     ) -> list[Program]:
         fake_state = FakeState(
             self.reach,
@@ -746,11 +770,15 @@ class _Tracer:
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
         change: str | None = None
+        starts: list[list[int]] = []
         try:
             args, kwargs = fake_state.enter()
             inside = Snapshot(self.reach, leaves_others=True)
+            if stirs:
+                inside.stir()
             for _ in range(_MOST_TRACES):
                 self.known.traces += 1
+                starts.append(fake_state.sharing())
                 try:
                     program = trace(
                         fake_state,
@@ -831,11 +859,15 @@ class _Tracer:
             switches.restore()
             snapshot.restore(fake_state.fakes())
             fake_state.leave()
-        raise CaptureError(
+        refusal = CaptureError(
             f"the step did different things in two traces from the same state: {change}; let the "
             "step depend on its arguments and state alone",
             code="unstable",
         )
+        if starts[-1] == starts[-2]:
+            raise refusal
+        programs[0].unsettled = _Unlike(refusal)
+        return programs[:1]
 
     def _lasting(
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -892,6 +924,24 @@ class _Tracer:
                 and all(map(operator.is_, map(difference, one, other), repeat(None)))
             ),
         )
+
+
+class _Unlike(CaptureError):
+    """A step puts tensors in places so that the next step, with the same arguments, finds other
+    places that share one, as `self.last, self.obs = self.obs, obs.detach()` does.
+
+    Attributes:
+        refusal: of a step that differs in two traces for another reason.
+    """
+
+    def __init__(self, refusal: CaptureError) -> None:
+        super().__init__(
+            "after the step other places share tensors, with one another or with the arguments, than before it, "
+            "so the next step can be captured only when this one has run; roam.compile does so, and "
+            'capture(step="first") captures this one',
+            code="unsettled",
+        )  # fmt: skip
+        self.refusal = refusal
 
 
 def refuse_shapeless(reach: Reach) -> None:

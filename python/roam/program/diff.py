@@ -50,6 +50,7 @@ def difference(first: Program, second: Program) -> str | None:
         ("histories", _histories(first), _histories(second)),
         ("results' structures", first.result[1], second.result[1]),
         ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
+        ("numbers of schedulers", _late(first), _late(second)),
     ):
         if one_value != other_value:
             return f"the {what} differ"
@@ -91,6 +92,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and _same_constants(known.constants, program.constants)
         and known.split == program.split
         and known.skippable == program.skippable
+        and _late(known) == _late(program)
         and len(known.after) == len(program.after)
         and all(
             (one.path, one.position) == (two.path, two.position) and _is_resized(one.arguments, two.arguments, sizes)
@@ -174,6 +176,10 @@ def _histories(program: Program) -> list[tuple[str, Any]]:
         (path, history if isinstance(history, str) else [reference.path for reference in history])
         for path, history in named
     ]
+
+
+def _late(program: Program) -> list[tuple[int, str, int]]:
+    return [(place, number.reference.path, number.calls) for place, number in program.late]
 
 
 def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:

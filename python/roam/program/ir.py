@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -236,6 +236,19 @@ class HostCall:
     """How many calls came before it."""
 
 
+class LateNumber(NamedTuple):
+    """A number of a scheduler's or its optimizer's that a scheduler's `step` changes, and that the
+    step returns afterwards.
+
+    Attributes:
+        reference: where it is.
+        calls: how many of the program's schedulers have been stepped when it is read.
+    """
+
+    reference: Any
+    calls: int
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedGuard:
     """A computed guard: its outcome decides what the step does, and depends on values from before
@@ -412,6 +425,9 @@ class Program:
     """
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
+    late: list[tuple[int, LateNumber]] = field(default_factory=list)
+    """By their place among the leaves of the result, numbers that schedulers give when they have
+    been stepped."""
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a
     run can tell."""

@@ -308,6 +308,7 @@ def _renumber(
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
     result.histories, result.historic = program.histories, program.historic
+    result.late = program.late
     result.given_layouts, result.left_layouts = program.given_layouts, program.left_layouts
     result.rebinds = [(reference, slot_of(slot)) for reference, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]

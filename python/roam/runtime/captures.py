@@ -14,7 +14,7 @@ from roam.capture.step import CapturedStep
 from roam.state.arguments import Taker
 from roam.state.equality import Difference
 from roam.state.guards import Guards, argument_key
-from roam.state.value_stand_ins import VALUES
+from roam.state.value_stand_ins import kinds
 
 
 class _Runs(Protocol):
@@ -200,4 +200,4 @@ def kind_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tup
     """A key of a call's arguments without plain values, once some of these have changed from call
     to call.
     """
-    return argument_key(taker.take(args, kwargs).leaves, VALUES if taker.varied else ())
+    return argument_key(taker.take(args, kwargs).leaves, kinds() if taker.varied else ())

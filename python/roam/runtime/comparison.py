@@ -29,6 +29,7 @@ from roam.state.global_flags import Switches
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
 from roam.state.reach import Reach
 from roam.state.snapshot import Snapshot, random_sources
+from roam.state.user_dicts import opened
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, c_pointer, local_of, pytree
 
@@ -265,7 +266,7 @@ class _Trial:
         """What a function returns, and the arguments: each call has lists and dictionaries of its
         own, since it may change them.
         """
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, opened((self.args, self.kwargs)))
         return function(*args, **kwargs), (args, kwargs)
 
     def _different(

@@ -335,13 +335,21 @@ class Runner:
                     tensor.detach_()
                 for module, is_synced in program.synced:
                     module.require_forward_param_sync = is_synced
-            for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
-                host_call.scheduler.step(*arguments, **keywords)
+            self._read_late(result, 0)
+            for calls, (host_call, given) in enumerate(zip(program.after, after, strict=True), 1):
+                host_call.scheduler.step(*given[0], **given[1])
+                self._read_late(result, calls)
             left: Left = pytree.tree_unflatten(result, program.result[1])
             returned = leave_arguments(left, (args, kwargs))
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
+
+    def _read_late(self, result: list[Any], calls: int) -> None:
+        """Puts the numbers into the result that are there once so many schedulers are stepped."""
+        for place, number in self._program.late:
+            if number.calls == calls:
+                result[place] = number.reference.get()
 
     def _joined(
         self, leaves: list[Any], result: list[Any], rebinds: list[Any]

@@ -13,7 +13,7 @@ import struct
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -26,7 +26,8 @@ from roam.state.library_code import is_opaque
 from roam.state.lost_attributes import lost_attribute
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.spaces import Place, Space
-from roam.state.value_stand_ins import VALUES, StandIn
+from roam.state.user_dicts import flattened, leaves_at, opened
+from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
 _HEAP_TYPE: Final = 1 << 9
@@ -199,6 +200,8 @@ class Taken:
     """The structure as `torch.utils._pytree` gives it: objects are leaves."""
     objects: dict[int, Parts]
     """The parts of each leaf of `plain_spec` that is taken apart, by the leaf's place."""
+    closed: Mapping[int, Any]
+    """Containers that are leaves, by identity."""
 
     def put(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves: new containers, but the same objects, with the leaves
@@ -222,7 +225,9 @@ class Taken:
     ) -> list[str]:
         """How a reader would write each leaf; `shown` writes a path of `torch.utils._pytree`."""
         found: list[str] = []
-        for index, (keys, _) in enumerate(flatten_with_paths((args, kwargs))[0]):
+        for index, (keys, _) in enumerate(
+            flatten_with_paths((args, kwargs), closed=self.closed)[0]
+        ):
             parts = self.objects.get(index)
             found += (
                 [shown(keys)] if parts is None else [shown(keys) + path for path in parts.paths()]
@@ -233,9 +238,9 @@ class Taken:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[int, str, Any]]:
         """The place, the path and the value of each leaf that a step may hand around unread."""
-        paths = self.paths(argument_path, args, kwargs)
+        paths, known = self.paths(argument_path, args, kwargs), kinds()
         for place, (path, leaf) in enumerate(zip(paths, self.leaves, strict=True)):
-            if type(leaf) in VALUES:
+            if type(leaf) in known:
                 yield place, path, leaf
 
 
@@ -252,12 +257,15 @@ class Taker:
         opens_no_more: whether `learning` adds no further objects.
         varied: paths of plain values that have not been the same in all calls.
         unread: classes of values of which steps do not read some, so that no key has them.
+        closed: by identity, containers that the step's state holds too. They are not taken apart:
+            the step gets them themselves, as state.
     """
 
     opened: Opened = frozenset()
     opens_no_more: bool = False
     varied: frozenset[str] = frozenset()
     unread: frozenset[type] = frozenset()
+    closed: Mapping[int, Any] = field(default_factory=dict)
     _last: dict[str, Any] = field(default_factory=dict)
     _last_values: dict[str, Any] = field(default_factory=dict)
 
@@ -267,11 +275,11 @@ class Taker:
         Raises:
             CaptureError: a container has attributes that would be lost.
         """
-        _check_attributes((args, kwargs))
+        leaves, spec, tree = flattened((args, kwargs), self.closed)
+        _check_attributes(tree, self.closed)
         if not self.opened:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            return Taken(leaves, spec, spec, {})
-        leaves_and_paths, spec = flatten_with_paths((args, kwargs))
+            return Taken(leaves, spec, spec, {}, self.closed)
+        leaves_and_paths, spec = flatten_with_paths((args, kwargs), closed=self.closed)
         found: list[Any] = []
         objects: dict[int, Parts] = {}
         shapes: list[Any] = []
@@ -279,8 +287,8 @@ class Taker:
         for index, (keys, leaf) in enumerate(leaves_and_paths):
             if id(leaf) in first:
                 parts, shape = Parts.again(leaf), ("again", first[id(leaf)])
-            elif is_opened(self.opened, keys, leaf) and (opened := parts_of(leaf)) is not None:
-                parts, shape = opened, opened.shape
+            elif is_opened(self.opened, keys, leaf) and (own := parts_of(leaf)) is not None:
+                parts, shape = own, own.shape
                 first[id(leaf)] = index
             else:
                 found.append(leaf)
@@ -289,7 +297,7 @@ class Taker:
             objects[index] = parts
             found += parts.values()
             shapes.append(shape)
-        return Taken(found, (spec, shapes), spec, objects)
+        return Taken(found, (spec, shapes), spec, objects, self.closed)
 
     def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
         """A taker for the calls after this one. It takes apart also each object in whose place the
@@ -307,7 +315,7 @@ class Taker:
         return replace(taker, varied=self.varied | varied, _last_values=values)
 
     def _opening_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
-        leaves, _ = flatten_with_paths((args, kwargs))
+        leaves, _ = flatten_with_paths((args, kwargs), closed=self.closed)
         objects = {
             pytree.keystr(keys): leaf
             for keys, leaf in leaves
@@ -323,9 +331,11 @@ class Taker:
         return replace(self, opened=self.opened | others, _last=objects)
 
 
-def _check_attributes(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+def _check_attributes(
+    arguments: tuple[tuple[Any, ...], dict[str, Any]], closed: Collection[int]
+) -> None:
     """Refuses containers with attributes that those of a plan's run would not have."""
-    lost = lost_attribute(arguments)
+    lost = lost_attribute(arguments, closed)
     if lost is None:
         return
     leaves, _ = flatten_with_paths(arguments, lambda part: part is lost.container)
@@ -337,17 +347,22 @@ def _check_attributes(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None
     )
 
 
-def is_opened(opened: Opened, keys: Any, value: Any) -> bool:
+def is_opened(objects: Opened, keys: Any, value: Any) -> bool:
     """Whether an argument at a path of `torch.utils._pytree` is taken apart."""
-    return bool(opened) and (pytree.keystr(keys), type(value)) in opened
+    return bool(objects) and (pytree.keystr(keys), type(value)) in objects
 
 
 def flatten_with_paths(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    tree: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    closed: Collection[int] = (),
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """As `pytree.tree_flatten_with_path`, and also for nodes of a class that was registered without
-    a function that names its parts: their parts are numbered.
+    a function that names its parts: their parts are numbered. Objects of `collections.UserDict` are
+    nodes too, and what is `closed` is a leaf.
     """
+    tree = opened(tree, closed)
+    is_leaf = leaves_at(closed) if is_leaf is None else is_leaf
     try:
         return pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:
@@ -375,7 +390,7 @@ def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     arguments. Floats inside objects do not count: they are compared by value.
     """
     found, place = [], 0
-    for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+    for index, leaf in enumerate(flattened((args, kwargs), taken.closed)[0]):
         parts = taken.objects.get(index)
         if parts is None and type(leaf) is float:
             found.append(place)

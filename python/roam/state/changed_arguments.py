@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
 from roam.state.containers import MappingSpace, SequenceSpace
-from roam.state.equality import is_plain, same
+from roam.state.equality import attributes_of, is_plain, same
+from roam.state.lost_attributes import loses_attributes
 from roam.state.spaces import Items, Space
+from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
@@ -65,14 +67,16 @@ class Containers:
 
     Args:
         arguments: of a trace. Containers within others count too.
+        closed: identities of those that are part of the step's state.
     """
 
-    def __init__(self, arguments: Arguments) -> None:
-        self._all = list(_containers(arguments))
+    def __init__(self, arguments: Arguments, closed: Collection[int] = ()) -> None:
+        self._all = list(_containers(arguments, closed))
         self._held = [
             (path, space, space.items())
             for path, container in self._all
-            if type(container) in _CHANGEABLE
+            if (type(container) in _CHANGEABLE or is_user_dict(container))
+            and id(container) not in closed
             for space in (_space(container),)
         ]
 
@@ -123,8 +127,9 @@ class _Naming:
             own = id(value)  # pytree keeps the function, and what it holds, until a collection
             parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
             named = list(map(self.named, parts))
-            is_same = all(map(operator.is_, named, parts))
-            self._made[id(value)] = value, value if is_same else pytree.tree_unflatten(named, spec)
+            # What would lose attributes stays too, and is refused where results are looked at.
+            stays = all(map(operator.is_, named, parts)) or loses_attributes(value, parts, spec)
+            self._made[id(value)] = value, value if stays else pytree.tree_unflatten(named, spec)
         return self._made[id(value)][1]
 
 
@@ -164,7 +169,7 @@ def check_changeable(
         places[id(node)] += 1
         return False
 
-    pytree.tree_flatten(arguments, is_leaf=counted)  # also in containers that no step may change
+    visit(arguments, counted)  # also in containers that no step may change
     for path in paths:
         container = _at(arguments, path)
         if places[id(container)] > 1 or is_state(container):
@@ -195,12 +200,12 @@ def leave(left: Left, arguments: Arguments) -> Any:
     filled = []
     for path, kept, put in changes:
         container, now = _at(arguments, path), with_given(put)
+        held = _held(container)
         entries = (
-            [(key, now[key] if key in now else container[key]) for key in kept]
+            [(key, now[key] if key in now else held[key]) for key in kept]
             if type(container) is not list
             else [
-                (index, now[index] if old == _NEW else container[old])
-                for index, old in enumerate(kept)
+                (index, now[index] if old == _NEW else held[old]) for index, old in enumerate(kept)
             ]
         )
         filled.append((container, entries))
@@ -209,18 +214,34 @@ def leave(left: Left, arguments: Arguments) -> Any:
     return result
 
 
-def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All containers that PyTorch's pytree knows, apart from tuples, each with its path."""
-    if not isinstance(value, (dict, list, tuple, deque)) or pytree.tree_is_leaf(value):
+def _containers(
+    value: Any, closed: Collection[int], path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All containers that PyTorch's pytree knows, apart from tuples, and objects that derive from
+    `collections.UserDict`, each with its path; nothing that is in a closed one.
+    """
+    is_opened = may_be_opened(value)
+    if not is_opened and (
+        not isinstance(value, (dict, list, tuple, deque)) or pytree.tree_is_leaf(value)
+    ):
         return
     if not isinstance(value, tuple):
         yield path, value
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _containers(part, (*path, key))
+    if id(value) in closed:
+        return
+    held = _held(value)
+    for key, part in held.items() if isinstance(held, dict) else enumerate(held):
+        yield from _containers(part, closed, (*path, key))
+
+
+def _held(container: Any) -> Any:
+    """What holds the entries of a container: its attributes, if pytree does not know it."""
+    return attributes_of(container) if is_user_dict(container) else container
 
 
 def _space(container: Any) -> Space:
-    return SequenceSpace(container, "") if type(container) is list else MappingSpace(container, "")
+    held = _held(container)
+    return SequenceSpace(held, "") if type(held) is list else MappingSpace(held, "")
 
 
 def _are_same(one: Items, other: Items) -> bool:
@@ -249,7 +270,7 @@ def _change(path: tuple[Any, ...], is_list: bool, before: Items, now: Items) -> 
 def _at(arguments: Arguments, path: tuple[Any, ...]) -> Any:
     value: Any = arguments
     for key in path:
-        value = value[key]
+        value = _held(value)[key]
     return value
 
 

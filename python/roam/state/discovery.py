@@ -81,6 +81,7 @@ from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space
+from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
@@ -145,6 +146,7 @@ def reach_of(
     reads: Reads | None = None,
     opened: Collection[int] = (),
     renewed: Collection[str] = (),
+    closed: Collection[int] = (),
 ) -> Reach:
     """What ``train_step(*args, **kwargs)`` can reach.
 
@@ -156,6 +158,7 @@ def reach_of(
             attributes count as looked at.
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
         renewed: paths of the lists and dictionaries in whose place the step puts others.
+        closed: identities of the containers among the arguments that are not taken apart.
 
     Raises:
         CaptureError: if the function reaches so much that guarding it would cost more than the
@@ -164,9 +167,10 @@ def reach_of(
     reads = Reads(everything=True) if reads is None else reads
     while True:
         reach = Reach(reads)
-        walk = _Walk(reach, opened, renewed)
+        walk = _Walk(reach, opened, renewed, closed)
         try:
             walk.run(train_step, args, kwargs or {})
+            reach.shared = walk.shared()
             break
         except _LeftOut:
             pass
@@ -186,9 +190,16 @@ class _Walk:
     guarded.
     """
 
-    def __init__(self, reach: Reach, opened: Collection[int], renewed: Collection[str]) -> None:
+    def __init__(
+        self,
+        reach: Reach,
+        opened: Collection[int],
+        renewed: Collection[str],
+        closed: Collection[int],
+    ) -> None:
         self.reach = reach
         self.opened = opened
+        self.closed = closed
         self.renewed = renewed
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
@@ -247,6 +258,20 @@ class _Walk:
             for path, generator in self.reach.generators:
                 self._place(ReadSpace(generator, path, torch.Generator.initial_seed, None), True)
 
+    def shared(self) -> list[Any]:
+        """The lists, dictionaries, and the like among the arguments that guarded state holds
+        too.
+        """
+        held = {id(getattr(place.space, "holder", None)) for place in self.reach.places if place.guarded}  # fmt: skip
+        return [
+            node
+            for node in self.given.values()
+            if not isinstance(node, tuple)
+            and not held.isdisjoint(
+                {id(node), id(attributes_of(node) if is_user_dict(node) else node)}
+            )
+        ]
+
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at
         it.
@@ -271,10 +296,17 @@ class _Walk:
         """
 
         def restore_later(node: Any) -> bool:
-            if pytree.tree_is_leaf(node) or id(node) in self.given:
+            if id(node) in self.closed:
+                return True
+            is_opened = may_be_opened(node)
+            if (pytree.tree_is_leaf(node) and not is_opened) or id(node) in self.given:
                 return False
             self.given[id(node)] = node
-            if isinstance(node, (dict, list, deque)):
+            if is_opened:
+                self._place(
+                    MappingSpace(attributes_of(node), name, label=_child(name)), guarded=False
+                )
+            elif isinstance(node, (dict, list, deque)):
                 space = MappingSpace if isinstance(node, dict) else SequenceSpace
                 self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
             if isinstance(node, defaultdict) and node.default_factory is not None:
@@ -282,7 +314,8 @@ class _Walk:
             self._class_of(node)
             return False
 
-        leaves, _ = flatten_with_paths(argument, is_leaf=restore_later)
+        visit(argument, restore_later)
+        leaves, _ = flatten_with_paths(argument, closed=self.closed)
         self.edge = None
         for keys, leaf in leaves:
             path = name + pytree.keystr(keys)

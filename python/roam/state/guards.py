@@ -43,6 +43,7 @@ from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
 from roam.state.namespaces import NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
+from roam.state.user_dicts import containers_in
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -550,7 +551,7 @@ class ArgGuard:
             )
         ]
         self._aliasing = self._alias(taken.leaves)
-        self._held = self._held_by_state(taken)
+        self._held = self._held_by_state(taken, args, kwargs)
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
@@ -609,7 +610,7 @@ class ArgGuard:
                     return changed(path, f"of class {expected.kind.__name__}", show(value))
             elif not same(expected, _leaf(value)):
                 return changed(path, show(expected), show(value))
-        if self._held_by_state(taken) != self._held:
+        if self._held_by_state(taken, args, kwargs) != self._held:
             return "the step's state holds other objects among the arguments than before, or none"
         if self._alias(leaves) != self._aliasing:
             return (
@@ -618,14 +619,17 @@ class ArgGuard:
             )
         return None
 
-    def _held_by_state(self, taken: Taken) -> list[int]:
-        """Which of the objects that are taken apart the state holds too, and where: the step may
-        ask whether two objects are one and the same.
+    def _held_by_state(
+        self, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Which of the objects and containers that are taken apart the state holds too, and where:
+        the step may ask whether two of them are one and the same.
         """
         if self._guards is None:
             return []
         found = chain.from_iterable(parts.objects for parts in taken.objects.values())
-        return list(map(self._guards.object_place_of, found))
+        containers = containers_in((args, kwargs), taken.closed)
+        return list(map(self._guards.object_place_of, chain(found, containers)))
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], ...]:
         """Which tensors share memory with one another or with the state, and which of those are one
@@ -670,7 +674,9 @@ def _leaf_key(value: Any, unread: Collection[type]) -> Hashable:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return metadata_of(value)
-    if is_hashed_by_value(kind) and kind not in unread:
+    if kind in unread:
+        return (kind,)
+    if is_hashed_by_value(kind):
         return kind, value
     if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
         return (kind,)  # a float may be live, and the others take long to compare

@@ -88,8 +88,9 @@ class LiveNode:
     def to_numpy(self) -> NoReturn:
         """NumPy would do arithmetic of its own with the number."""
         self.trace.refuse(
-            f"the step gives {self.origin} to NumPy, where capture cannot follow it; use Python's "
-            "numbers or tensors",
+            f"the step gives {self.origin} to NumPy, where capture cannot follow it; use Python's numbers, as in sum(values) / "
+            "len(values), or tensors, as in torch.stack(losses).mean(), or return the numbers and give them to NumPy "
+            "outside of the step",
             code="value_reached_python",
         )
 

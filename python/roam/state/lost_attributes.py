@@ -9,6 +9,7 @@ loses such attributes without an error, so they are looked for here, and refused
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,14 +34,17 @@ class Lost(NamedTuple):
     fault: str
 
 
-def lost_attribute(tree: Any) -> Lost | None:
+def lost_attribute(tree: Any, closed: Collection[int] = ()) -> Lost | None:
     """The first container in a tree with an attribute that pytree would lose or change.
 
     An attribute counts if a container made of the same entries lacks it, or has another tensor or
     plain value there. Other values, such as a list that the class makes itself, are made anew.
+
+    Args:
+        closed: identities of containers that are not taken apart.
     """
     kind = type(tree)
-    if kind in _LEAVES or pytree.tree_is_leaf(tree):
+    if kind in _LEAVES or pytree.tree_is_leaf(tree) or id(tree) in closed:
         return None
     if kind is dict:
         parts = list(tree.values())
@@ -49,14 +53,23 @@ def lost_attribute(tree: Any) -> Lost | None:
     else:
         own = id(tree)  # pytree keeps the function, and what it holds, until a collection
         parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != own)
-        fault = None if kind in _WITHOUT_ATTRIBUTES else _fault(tree, parts, spec)
+        fault = _fault(tree, parts, spec)
         if fault is not None:
             return Lost(tree, fault)
-    return next((lost for part in parts if (lost := lost_attribute(part)) is not None), None)
+    return next(
+        (lost for part in parts if (lost := lost_attribute(part, closed)) is not None), None
+    )
+
+
+def loses_attributes(container: Any, parts: list[Any], spec: Any) -> bool:
+    """Whether another container that pytree makes of these parts of one would lack or change an
+    attribute.
+    """
+    return _fault(container, parts, spec) is not None
 
 
 def _fault(container: Any, parts: list[Any], spec: Any) -> str | None:
-    attributes = attributes_of(container)
+    attributes = None if type(container) in _WITHOUT_ATTRIBUTES else attributes_of(container)
     if not attributes:
         return None
     try:
@@ -79,4 +92,4 @@ def _is_other(value: Any, made: Any) -> bool:
     return type(value) is not type(made) or issubclass(type(value), torch.Tensor)
 
 
-__all__ = ["Lost", "lost_attribute"]
+__all__ = ["Lost", "loses_attributes", "lost_attribute"]

@@ -30,7 +30,8 @@ class _Parts:
     values: list[Any]
 
 
-def _together(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+def together(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    """An object of a class, given what its attributes hold, and their names."""
     kind, names = context
     made: Any = object.__new__(kind)
     made.__dict__.update(zip(names, values, strict=True))
@@ -38,7 +39,7 @@ def _together(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> A
 
 
 pytree.register_pytree_node(
-    _Parts, lambda parts: (parts.values, (parts.kind, parts.names)), _together
+    _Parts, lambda parts: (parts.values, (parts.kind, parts.names)), together
 )
 
 
@@ -69,7 +70,7 @@ class _Opening:
 
     def leaf(self, value: Any) -> Any:
         try:
-            return self._part(value) if _is_bare(value) else value
+            return self._part(value) if is_bare(value) else value
         except _Refused:
             return value
 
@@ -82,7 +83,7 @@ class _Opening:
         self._met.add(id(value))
         if kind is list or kind is tuple:
             return kind(map(self._part, value))
-        if kind is not dict and not _is_bare(value):
+        if kind is not dict and not is_bare(value):
             raise _Refused
         entries = value if kind is dict else attributes_of(value)
         if not all(map(is_plain, entries)):
@@ -91,7 +92,7 @@ class _Opening:
         return parts if kind is dict else _Parts(kind, tuple(parts), list(parts.values()))
 
 
-def _is_bare(value: Any) -> bool:
+def is_bare(value: Any) -> bool:
     """Whether an object is its attributes and nothing else."""
     kind = type(value)
     layout = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")

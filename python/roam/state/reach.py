@@ -83,6 +83,7 @@ class Reach:
         code: that of all functions entered, each with its globals.
         held_elsewhere: for the identity of a leaf whose gradient's node something unknown holds,
             the refusal of a step that runs a backward pass.
+        shared: the containers among the arguments that guarded state holds too.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -104,6 +105,7 @@ class Reach:
         self.roots: set[int] = set()
         self.code: dict[types.CodeType, dict[str, Any]] = {}
         self.held_elsewhere: dict[int, CaptureError] = {}
+        self.shared: list[Any] = []
 
     @property
     def parameters(self) -> list[Slot]:

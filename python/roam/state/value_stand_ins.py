@@ -5,6 +5,7 @@ whatever asks for more, which is noted.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -104,19 +105,52 @@ def _class_for(kind: type) -> type[StandIn]:
         for name in dir(kind)
         if name.startswith("__") and name not in _OWN and callable(getattr(kind, name))
     }
-    return type(f"StandIn_{kind.__name__}", (StandIn,), {"__slots__": (), **methods})
+    return type(
+        f"StandIn_{kind.__name__}", (StandIn,), {"__slots__": (), "_roam_kind": kind, **methods}
+    )
 
 
-CLASSES: Final[dict[type, type]] = {kind: _class_for(kind) for kind in VALUES}
+_CLASSES: Final[dict[type, type]] = {kind: _class_for(kind) for kind in VALUES}
 """The class of the stand-ins for values of each class."""
+_OF_TOKENIZERS: Final = "Encoding"
+"""What a fast tokenizer of transformers leaves in a `BatchEncoding` for each text. No two batches
+have the same, and hardly any step looks at them.
+"""
+
+
+def kinds() -> tuple[type, ...]:
+    """The classes of values for which there are stand-ins."""
+    encoding = getattr(sys.modules.get("tokenizers"), _OF_TOKENIZERS, None)
+    return VALUES if encoding is None else (*VALUES, encoding)
+
+
+def class_stood_for(kind: type) -> type:
+    """The class of the values for which stand-ins of a class stand; any other class itself."""
+    return kind._roam_kind if issubclass(kind, StandIn) else kind  # type: ignore[attr-defined]
+
+
+def is_or_stands_for_one(kind: type) -> bool:
+    """Whether a class is one of `kinds`, or that of stand-ins for one."""
+    return kind in kinds() or issubclass(kind, StandIn)
 
 
 def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
-    """A new stand-in for a value of one of `VALUES`; it calls `note` whenever it is read."""
-    made: Any = object.__new__(CLASSES[type(value)])
+    """A new stand-in for a value of one of `kinds`; it calls `note` whenever it is read."""
+    kind = type(value)
+    if kind not in _CLASSES:
+        _CLASSES[kind] = _class_for(kind)
+    made: Any = object.__new__(_CLASSES[kind])
     object.__setattr__(made, "_roam_real", value)
     object.__setattr__(made, "_roam_note", note)
     return made
 
 
-__all__ = ["CLASSES", "VALUES", "StandIn", "read", "stand_in_for"]
+__all__ = [
+    "VALUES",
+    "StandIn",
+    "class_stood_for",
+    "is_or_stands_for_one",
+    "kinds",
+    "read",
+    "stand_in_for",
+]

@@ -145,6 +145,9 @@ PATCHES: Final = (
     Patch("torch.Tensor", ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"), _PLAIN, _NO_PLAIN),
     *(Patch(holder, ("dropout", "dropout_"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch._VF")),
     *(Patch(holder, ("quantile", "nanquantile"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch.Tensor")),
+    # Loaders of data.
+    Patch("torch.utils.data.DataLoader", ("__iter__",), "a step that goes through a loader with processes is refused",
+          "processes are started in a trace, and end with an error that names no remedy"),
     # Optimizers, schedulers, scalers.
     Patch("torch", ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),

@@ -20,7 +20,7 @@ from roam.program.ir import History, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
-from roam.state.equality import MISSING, is_plain, same, show
+from roam.state.equality import MISSING, attributes_of, is_plain, same, show
 from roam.state.lost_attributes import lost_attribute
 from roam.state.made_objects import opened
 from roam.state.references import (
@@ -37,6 +37,7 @@ from roam.state.references import (
     optimizer_references,
 )
 from roam.state.spaces import Items
+from roam.state.user_dicts import may_be_opened
 from roam.torch_compat.private import (
     FakeTensor,
     is_view,
@@ -218,8 +219,7 @@ def record_endings(
 
 def _removed(reference: StateReference) -> CaptureError:
     return CaptureError(
-        f"the step removes {reference.path}; assign another value instead, or remove it from a copy (of a batch that is an "
-        "object of a library, dict(batch) is one)",
+        f"the step removes {reference.path}; assign another value instead, or remove it from a copy",
         code="owner_removed",
     )
 
@@ -284,13 +284,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     """
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
     known = known_objects(fake_state)
-    known.update(id(one) for one in _containers(arguments) if not isinstance(one, tuple))
-    if any(id(one) in known for one in changeable):
-        raise CaptureError(
-            "the step returns a list or dictionary from before the step, and a plan would return "
-            "another one; return a copy, such as list(x) or dict(x)",
-            code="result",
-        )
+    known.update(
+        id(one) for one in _containers(arguments, opens=True) if not isinstance(one, tuple)
+    )
     lost = lost_attribute(result)
     if lost is not None:
         raise CaptureError(
@@ -298,6 +294,12 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             f"{lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
             "(dict(x) has the entries)",
             code="container_attribute",
+        )
+    if any(id(one) in known for one in changeable):
+        raise CaptureError(
+            "the step returns a list or dictionary from before the step, and a plan would return "
+            "another one; return a copy, such as list(x) or dict(x)",
+            code="result",
         )
     known.update(map(id, changeable))
     if len({id(one) for one in changeable}) < len(changeable):
@@ -307,7 +309,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             code="result",
         )
     parts = opened(
-        result, lambda value: id(value) in known, lambda value: recorder.slot_of(value) is not None
+        result,
+        lambda value: id(value) in known,
+        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
     )
     leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = list[Any](), list[History]()
@@ -318,6 +322,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             recorder.note_joined(len(references) - 1, leaf)
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
+        elif (late := recorder.late(leaf)) is not None:
+            recorder.program.late.append((len(references), late))
+            references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif is_plain(leaf) or isinstance(leaf, type):
@@ -403,7 +410,7 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
     one and the same tuple in a way that a run would not reproduce, since it puts tuples together
     anew.
     """
-    held = {id(container) for container in _containers(outside)}
+    held = {id(container) for container in _containers(outside, opens=True)}
     for space in fake_state.tuples():
         if not space.is_in_all_places():
             error = CaptureError(
@@ -666,7 +673,9 @@ def _attribute_endings(
             values. From then on it counts as looked at.
     """
     program = recorder.program
-    shared = _known(fake_state) | {id(container) for container in _containers((arguments, result))}
+    shared = _known(fake_state) | {
+        id(container) for container in _containers((arguments, result), opens=True)
+    }
     for space, name, key in fake_state.reach.overwritten:
         reference = AttributeReference(space, name, space.label(name))
         value = reference.get()
@@ -719,12 +728,20 @@ def _known(fake_state: FakeState) -> set[int]:
     }
 
 
-def _containers(value: Any) -> Iterator[Any]:
-    """All lists, tuples, dictionaries and deques in a nest."""
-    if isinstance(value, (list, tuple, dict, deque)):
+def _containers(value: Any, *, opens: bool = False) -> Iterator[Any]:
+    """All lists, tuples, dictionaries and deques in a nest; if it `opens` them, also objects that
+    derive from `collections.UserDict`, and what is in them.
+    """
+    if opens and may_be_opened(value):
+        attributes = attributes_of(value)
+        yield value
+        yield attributes
+        for part in attributes.values():
+            yield from _containers(part, opens=opens)
+    elif isinstance(value, (list, tuple, dict, deque)):
         yield value
         for part in dict.values(value) if isinstance(value, dict) else value:
-            yield from _containers(part)
+            yield from _containers(part, opens=opens)
 
 
 def _nest(

@@ -19,7 +19,7 @@ import torch
 from roam.capture.tracing.deep_copies import deep_copier
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
-from roam.state.value_stand_ins import CLASSES, read
+from roam.state.value_stand_ins import class_stood_for, read
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -100,7 +100,7 @@ class Identities:
             return _identity(real)
 
         def identity(value: Any, /) -> int:
-            if _type(value) in _PLAIN and _asked_by_user():
+            if _represents(_type(value)) and _asked_by_user():
                 value = read(value)
             return fixed(value) if _is_stand_in(value) and _asked_by_user() else _identity(value)
 
@@ -242,12 +242,12 @@ def _is_stand_in(value: Any) -> bool:
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
 
 
-_PLAIN: Final[dict[type, type]] = {
-    LiveFloat: float,
-    LiveInt: int,
-    **{stand_in: kind for kind, stand_in in CLASSES.items()},
-}
-"""The classes of what stands for plain values, each with the class of these values."""
+_NUMBERS: Final[dict[type, type]] = {LiveFloat: float, LiveInt: int}
+"""The classes of live numbers, each with the class of the numbers."""
+
+
+def _represents(kind: type) -> bool:
+    return kind in _NUMBERS or class_stood_for(kind) is not kind
 
 
 def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
@@ -260,7 +260,7 @@ def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
             kind = _type(args[0])
             if kind is FakeTensor:
                 return class_of(args[0])
-            return cls if kind is _type else _PLAIN.get(kind, kind)
+            return cls if kind is _type else _NUMBERS.get(kind) or class_stood_for(kind)
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, _type)

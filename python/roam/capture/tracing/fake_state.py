@@ -441,6 +441,16 @@ class FakeState:
 
         return refuse
 
+    def sharing(self) -> list[int]:
+        """Which of the places and arguments hold one and the same tensor, or memory, as numbers
+        that are the same for two states that share alike.
+        """
+        held = [*(reference.get() for reference in self.places), *map(self._fake, self.leaves)]
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        found = [*map(id, tensors), *map(storage_of, tensors)]
+        first: dict[int, int] = {}
+        return [first.setdefault(value, place) for place, value in enumerate(found)]
+
     def has_histories(self) -> bool:
         """Whether any tensor has a gradient history from before the step."""
         return bool(self._historic) or any(

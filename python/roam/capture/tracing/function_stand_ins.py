@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -78,9 +78,20 @@ not_tracing = functools.partial(tracing, False)
 """Leaves the trace for a while."""
 
 
+OWN_BATCHES: Final = (
+    "let the step take one batch as its argument, and go through the loader outside of it, as in "
+    "for batch in loader: step(batch)"
+)
+
+
 @contextmanager
 def stand_ins_placed(
-    fake_state: FakeState, recorder: Recorder, frames: Frames, reductions: Reductions
+    fake_state: FakeState,
+    recorder: Recorder,
+    frames: Frames,
+    reductions: Reductions,
+    *,
+    live_numbers: bool,
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
@@ -122,6 +133,16 @@ def stand_ins_placed(
             return result
 
         return called
+
+    plain_batches = torch.utils.data.DataLoader.__iter__
+
+    def batches(loader: Any) -> Any:
+        if loader.num_workers:
+            recorder.refuse(
+                f"the step goes through a DataLoader, which starts processes for it; {OWN_BATCHES}",
+                code="iterator",
+            )
+        return plain_batches(loader)
 
     plain_item = torch.Tensor.item
 
@@ -241,6 +262,7 @@ def stand_ins_placed(
             lambda reason: recorder.refuse(reason, code="moved")
         ):
             replace(holder, name, stand_in)
+        replace(torch.utils.data.DataLoader, "__iter__", batches)
         for holder, name, stand_in in open_stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in dtensors.stand_ins(recorder, fake_state.layouts):
@@ -274,8 +296,7 @@ def stand_ins_placed(
         stack.enter_context(
             fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
         )
-        for path, scheduler in fake_state.reach.schedulers:
-            stack.enter_context(called_later(fake_state, recorder, path, scheduler))
+        stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
         copies.check(recorder.refuse)

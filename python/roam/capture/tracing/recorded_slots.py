@@ -15,6 +15,7 @@ from roam.errors import CaptureError
 from roam.program.ir import (
     Call,
     Joined,
+    LateNumber,
     Program,
     Ref,
     Source,
@@ -109,6 +110,8 @@ class Slots:
         """
         self._joined: dict[int, tuple[Any, Joined]] = {}
         """By identity, distributed tensors with what stands for them in the program."""
+        self._late: dict[int, tuple[Any, LateNumber]] = {}
+        """By identity, the numbers that cannot be known during the step."""
         self._refusal: CaptureError | None = None
         self._on_number: Callable[[int], None] | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
@@ -158,6 +161,10 @@ class Slots:
         node = getattr(value, "node", None)
         return isinstance(node, LiveNode) and node.slot == UNKNOWN
 
+    def late(self, value: Any) -> LateNumber | None:
+        """Where a run finds a number that cannot be known during the step."""
+        return self._late[id(value)][1] if id(value) in self._late else None
+
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
         if self._results:
@@ -174,7 +181,8 @@ class Slots:
             return None
         if node.slot == UNKNOWN:
             self.refuse(
-                f"{node.origin} is not known until the step has run; use it outside of the step",
+                f"{node.origin} is not known until the step has run; return it as it is, or use it "
+                "outside of the step",
                 code="unknown_number",
             )
         self.use_number(node.slot)

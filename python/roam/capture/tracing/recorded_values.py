@@ -36,6 +36,7 @@ from roam.program.checks import check
 from roam.program.ir import (
     Call,
     ComputedGuard,
+    LateNumber,
     Program,
     Ref,
     Source,
@@ -174,9 +175,15 @@ class Values(Slots):
             and self._given[node.slot][0] is reference
         )
 
-    def unknown(self, origin: str) -> Any:
-        """A number that cannot be known during the step; any use of it is refused."""
-        return LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
+    def unknown(self, origin: str, reference: Any) -> Any:
+        """A number that cannot be known during the step. It may be returned: a reference says where
+        a run finds it, once the schedulers that have been stepped so far are stepped. Any other use
+        of it is refused; without a reference, that is refused too.
+        """
+        number = LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
+        if reference is not None:
+            self._late[id(number)] = number, LateNumber(reference, len(self.program.after))
+        return number
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""

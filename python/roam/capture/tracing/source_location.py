@@ -30,7 +30,7 @@ _AUTOGRAD_FILES = tuple(
 _LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
 
 # Bits of what a code object is.
-_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS = 1, 2, 4, 8, 16, 32
+_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS, _NUMPYS = 1, 2, 4, 8, 16, 32, 64
 
 
 def _classify(code: CodeType) -> int:
@@ -45,6 +45,8 @@ def _classify(code: CodeType) -> int:
         bits |= _OURS
     elif not file.startswith("<") and not _is_standard(file):
         bits |= _USER
+        if shown_path(file).startswith("numpy" + os.sep):
+            bits |= _NUMPYS  # which no message should name in place of its caller
     if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
         bits |= _MODULE
     lowered = name.lower()
@@ -118,7 +120,7 @@ class Frames:
                         _BACKWARD | _UPDATE
                     )  # an optimizer in a gradient hook, a backward pass in a closure: the inner one
                 bits_seen |= bits
-                if bits & _USER and user is None:
+                if bits & _USER and not bits & _NUMPYS and user is None:
                     user = frame
                 if bits & _MODULE and not module:
                     module = self._module_names.get(id(_first_local(frame)), "")

@@ -25,7 +25,12 @@ from roam.capture.tracing.endings import (
     record_endings,
 )
 from roam.capture.tracing.fake_state import FakeState
-from roam.capture.tracing.function_stand_ins import not_tracing, stand_ins_placed, tracing
+from roam.capture.tracing.function_stand_ins import (
+    OWN_BATCHES,
+    not_tracing,
+    stand_ins_placed,
+    tracing,
+)
 from roam.capture.tracing.imports import imports_leave
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch
@@ -46,6 +51,7 @@ from roam.state.references import (
     PlaceReference,
     StateKeys,
 )
+from roam.state.user_dicts import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -142,7 +148,11 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(stand_ins_placed(fake_state, recorder, frames, reductions))
+            stack.enter_context(
+                stand_ins_placed(
+                    fake_state, recorder, frames, reductions, live_numbers=live_numbers
+                )
+            )
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:
@@ -153,7 +163,7 @@ def trace(
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
-            containers = Containers((args, kwargs))
+            containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
             try:
                 result = _run(step, args, kwargs)
@@ -215,7 +225,15 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
-    except (CaptureError, ExecutionError):  # the latter if another rank has left
+    except CaptureError as error:
+        if error.code == "value_reached_python" and _is_of_loader(error):
+            raise CaptureError(
+                f"the step goes through a DataLoader at {user_line(error)}, which decides in Python, by a number that a run draws or "
+                f"computes, what a batch is; {OWN_BATCHES}",
+                code="iterator", source=user_line(error),
+            ) from error  # fmt: skip
+        raise
+    except ExecutionError:  # if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -246,6 +264,14 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )  # fmt: skip
         refusal.settles = settles
         raise refusal from error
+
+
+def _is_of_loader(error: BaseException) -> bool:
+    """Whether an exception comes from PyTorch's loaders and samplers of data."""
+    names = (
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    return any(name.startswith("torch.utils.data.") for name in names)
 
 
 def _is_raised_by_user(error: BaseException) -> bool:
@@ -306,11 +332,10 @@ def _own_arguments(
     for reference, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)
-    given = taken.put(leaves)
+    closed = fake_state.taker.closed
     return *pytree.tree_map_only(
-        PackedSequence, recorder.with_values, given, is_leaf=_is_packed
+        PackedSequence,
+        recorder.with_values,
+        opened(taken.put(leaves), closed),
+        is_leaf=lambda value: isinstance(value, PackedSequence) or id(value) in closed,
     ), received
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)

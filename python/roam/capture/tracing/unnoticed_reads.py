@@ -13,9 +13,8 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
 from roam.capture.tracing.source_location import is_user_code
-from roam.state.value_stand_ins import CLASSES, VALUES
+from roam.state.value_stand_ins import is_or_stands_for_one
 
-_PLAIN: Final = frozenset((*VALUES, *CLASSES.values()))
 _COMPARISONS: Final = frozenset(
     {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "is_", "is_not"}
 )
@@ -84,7 +83,7 @@ def may_read_by_identity(frame: FrameType) -> bool:
     value, or is not known.
     """
     load = ways_of(frame.f_code).identity_tests.get(frame.f_lasti)
-    return load is not None and type(_loaded(frame, *load)) in _PLAIN
+    return load is not None and is_or_stands_for_one(type(_loaded(frame, *load)))
 
 
 def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
@@ -119,7 +118,8 @@ def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ..
             attributes.insert(0, load.argval)
             is_certain = is_certain and not load.is_jump_target
             place -= 1
-        if is_certain and load.opname == "LOAD_CONST" and type(load.argval) not in _PLAIN:
+        is_constant = is_certain and load.opname == "LOAD_CONST"
+        if is_constant and not is_or_stands_for_one(type(load.argval)):
             continue
         is_certain = is_certain and load.opname in _LOADS
         found[test.offset] = load.argval if is_certain else None, tuple(attributes)

@@ -1,0 +1,160 @@
+"""Steps that step schedulers of learning rates, and return what these change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import roam
+
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+    "doubled": lambda optimizer: Doubled(optimizer),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+}
+
+
+class Doubled(lr_scheduler.LRScheduler):
+    def get_lr(self) -> Any:
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+    def get_last_lr(self) -> Any:
+        return [2 * rate for rate in super().get_last_lr()]
+
+
+class Task:
+    def __init__(self, make: Callable[[Any], Any], leave: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Tanh())
+        groups = [
+            {"params": list(self.net[:2].parameters())},
+            {"params": list(self.net[2:].parameters()), "lr": 0.01},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        self.scheduler = make(self.optimizer)
+        self.leave = leave
+
+    def step(self, x: torch.Tensor, log: dict[str, Any]) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return self.leave(self, loss.detach(), log)
+
+
+def rates_after(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return {"loss": loss.item(), "rates": task.scheduler.get_last_lr()}
+
+
+def epochs(task: Task, loss: Any, log: Any) -> Any:
+    before = task.scheduler.last_epoch
+    task.scheduler.step()
+    return before, task.scheduler.last_epoch, task.optimizer.param_groups[1]["lr"]
+
+
+def twice(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    first = task.scheduler.get_last_lr()[0], task.scheduler.last_epoch
+    task.scheduler.step()
+    return first, task.scheduler.get_last_lr(), task.scheduler.last_epoch
+
+
+def logged(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    log["rate"] = task.scheduler.get_last_lr()[0]
+    log["epoch"] = task.scheduler.last_epoch
+
+
+def before(task: Task, loss: Any, log: Any) -> Any:
+    rates = task.scheduler.get_last_lr()
+    product = loss * rates[0]
+    task.scheduler.step()
+    return rates, product
+
+
+def of_parts(task: Task, loss: Any, log: Any) -> Any:
+    parts = task.scheduler._schedulers
+    task.scheduler.step()
+    return [(part.last_epoch, part.get_last_lr()) for part in parts]
+
+
+def by_loss(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step(loss)
+    return task.scheduler.get_last_lr(), task.optimizer.param_groups[0]["lr"]
+
+
+CASES = [
+    *((name, rates_after) for name in MAKE if name not in ("doubled", "plateau")),
+    ("cosine", epochs),
+    ("sequential", epochs),
+    ("exponential", twice),
+    ("lambda", logged),
+    ("exponential", before),
+    ("doubled", before),
+    ("sequential", of_parts),
+    ("plateau", by_loss),
+]
+
+
+def trained(name: str, leave: Callable[..., Any], compiles: bool, memory: str | None) -> Any:
+    task = Task(MAKE[name], leave)
+    step: Any = roam.compile(task.step, memory=memory) if compiles else task.step
+    found, log = list[Any](), dict[str, Any]()
+    for number in range(6):
+        if number == 3:
+            task.optimizer.param_groups[0]["lr"] = 0.05  # which no `get_last_lr` says
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(number))
+        found += [repr(step(x, log)), repr(log), task.scheduler.get_last_lr()]
+    if compiles and not log:
+        assert len(step.plans) <= 2
+    return found, [parameter.tolist() for parameter in task.net.parameters()]
+
+
+@pytest.mark.parametrize("memory", [None, "95%"])
+@pytest.mark.parametrize(("name", "leave"), CASES)
+def test_rates_and_counters_are_eagers(
+    name: str, leave: Callable[..., Any], memory: str | None
+) -> None:
+    assert trained(name, leave, True, memory) == trained(name, leave, False, None)
+
+
+def calculates(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return loss * task.scheduler.get_last_lr()[0]
+
+
+def asks(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return 1 if task.scheduler.last_epoch > 2 else 2
+
+
+@pytest.mark.parametrize("leave", [calculates, asks, rates_after])
+def test_what_a_plan_cannot_know_in_time_is_refused(leave: Callable[..., Any]) -> None:
+    name = "doubled" if leave is rates_after else "exponential"
+    task = Task(MAKE[name], leave)
+    with pytest.raises(roam.CaptureError, match="return it as it is") as caught:
+        roam.compile(task.step)(torch.ones(2, 4), {})
+    assert caught.value.code == "unknown_number"
+    assert "test_schedulers.py" in str(caught.value)
+    assert task.scheduler.last_epoch == 0
+    assert task.scheduler.get_last_lr()[1] == (0.02 if name == "doubled" else 0.01)
+
+
+def test_compare_compares_them() -> None:
+    task = Task(MAKE["exponential"], rates_after)
+    comparison = roam.compare(task.step, torch.ones(64, 4), {})
+    assert comparison.equal, comparison
