@@ -216,6 +216,41 @@ def test_training_has_the_bits_of_aot_eager(name: str, options: dict[str, Any], 
         assert choice.plan.peak_bytes <= choice.plan.program_order_peak_bytes
 
 
+OTHERWISE: dict[str, Callable[[Any, Any], Any]] = {
+    "svdvals": lambda net, x: torch.linalg.svdvals(x.detach()).sum() * net(x).sum(),
+    "eigvalsh": lambda net, x: torch.linalg.eigvalsh((x @ x.T).detach()).sum() * net(x).sum(),
+    "matrix_norm": lambda net, x: torch.linalg.matrix_norm(net.weight.detach(), 2) * net(x).sum(),
+    "masked_fill": lambda net, x: net(x).masked_fill(x > 0.2, net.bias[0]).sin().sum(),
+    "bicubic": lambda net, x: functional.interpolate(
+        net(x)[None, None], scale_factor=1.7, mode="bicubic"
+    ).sin().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "1MiB"}], ids=["default", "memory"])
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_operators_that_graphs_have_others_for(
+    name: str, options: dict[str, Any], seen: Seen
+) -> None:
+    """PyTorch makes graphs of other operators than it runs eagerly."""
+
+    def left(how: Any, **options: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net, x = torch.nn.Linear(16, 16), torch.randn(16, 16)
+        function = torch.compile(OTHERWISE[name], backend=how, dynamic=False, **options)
+        found = []
+        for _ in range(STEPS):
+            net.zero_grad()
+            loss = function(net, x)
+            loss.backward()
+            found += [loss.detach(), *(parameter.grad for parameter in net.parameters())]
+        return found
+
+    assert_same_bits(left(backend, options=options), left("aot_eager"))
+    assert not seen.warnings
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_other_shapes_get_plans_of_their_own(dynamic: bool | None, seen: Seen) -> None:
     def make() -> torch.nn.Module:

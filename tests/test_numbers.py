@@ -23,6 +23,7 @@ functional = torch.nn.functional
 
 Body = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 STEPS = 6
+RATES = torch.tensor([0.1, 0.2, 0.05, 0.3, 0.01, 0.02, 0.4], dtype=torch.float64)
 
 
 class Meter:
@@ -251,6 +252,19 @@ def in_new_tensors(my, x, y):
     return loss, weights, table, torch.tensor([loss.item(), rate]), torch.tensor(norms).norm(), sums
 
 
+def looked_up_in_tensors(my, x, y):
+    """As the refusal of an index says."""
+    for group in my.optimizer.param_groups:
+        group["lr"] = RATES[torch.tensor([my.steps])].item()
+    loss = train(my, x, y)
+    position = my.steps % 3
+    ring = torch.zeros(4, 6)
+    ring[torch.tensor([position])] = x[0]
+    ring[torch.arange(2) + position] += x[1:3]
+    my.steps += 1
+    return loss, ring, ring[torch.tensor([position])][0]
+
+
 def draws_by_them(my, x, y):
     my.steps += 1
     noise = torch.empty_like(x).normal_(0.0, 1 / my.steps)
@@ -296,7 +310,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (compared_with_none, 1), (looks_at_the_type, 1), (right_of_numpys_numbers, 1),
         (compared_with_numpys_numbers, 2),
         (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
-        (by_functions_of_pythons, 1), (in_new_tensors, 1),
+        (by_functions_of_pythons, 1), (in_new_tensors, 1), (looked_up_in_tensors, 1),
         (draws_by_them, 1), (drops_out_by_them, 2), (cuts_at_a_share, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
@@ -486,6 +500,31 @@ def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
     with pytest.raises(roam.CaptureError):
         roam.compile(lambda x, y: body(my, x, y))(x, y)
     assert_same_bits(before, everything(my))
+
+
+def by_a_list(my, x, y):
+    my.steps += 1
+    return train(my, x, y, RATES.tolist()[my.steps - 1])
+
+
+def by_a_row(my, x, y):
+    my.steps += 1
+    return train(my, x, y, RATES[my.steps - 1])
+
+
+def by_an_array(my, x, y):
+    my.steps += 1
+    return train(my, x, y, RATES_OF_NUMPY[my.steps - 1])
+
+
+RATES_OF_NUMPY = RATES.numpy().copy()
+
+
+@pytest.mark.parametrize("body", [by_a_list, by_a_row, by_an_array])
+def test_an_index_is_refused_with_what_to_write(body: Body) -> None:
+    my = make()
+    with pytest.raises(roam.CaptureError, match=r"rates\[torch\.tensor\(\[i\]\)\]\.item\(\)"):
+        roam.compile(lambda x, y: body(my, x, y))(*batches(1)[0])
 
 
 @pytest.mark.parametrize("body", [asks_before_it_sets, counts_a_flag])

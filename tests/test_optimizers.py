@@ -1242,6 +1242,41 @@ class Preconditioned(torch.optim.Optimizer):
                     state["bases"] = [torch.linalg.qr(factor @ basis)[0] for factor, basis in pairs]
 
 
+class Asking(torch.optim.Optimizer):
+    """Asks for each parameter's state, and may put something into that of one."""
+
+    def __init__(self, params: Any, fills: int | None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.fills = fills
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            state = self.state[parameter]
+            if number == self.fills:
+                state["last"] = parameter.grad.clone()
+            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("fills", [None, 0, 2])
+def test_state_that_stays_empty_is_there(fills: int | None) -> None:
+    def left(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+        optimizer = Asking(net.parameters(), fills)
+        step = wrap(lambda x, y: train_step(net, optimizer, x, y))
+        for _ in range(3):
+            step(torch.randn(5, 6), torch.randint(3, (5,)))
+        state = optimizer.state_dict()["state"]
+        return [list(state), *map(list, state.values()), state, net.state_dict()]
+
+    assert_same_bits(
+        tensors_and_numbers(left(roam.compile)), tensors_and_numbers(left(lambda step: step))
+    )
+    names = [repr(left(wrap)[:5]) for wrap in (roam.compile, lambda step: step)]
+    assert names[0] == names[1]
+
+
 class TestNestedState:
     @pytest.mark.parametrize("every", [1, 3])
     def test_in_lists_and_dictionaries(self, every: int) -> None:

@@ -705,3 +705,64 @@ def test_gradients_with_a_history() -> None:
         return seen
 
     assert_same_bits(run(lambda step: step), run(lambda step: roam.compile(step, keep_grads=True)))
+
+
+# -- views that require a gradient and get none
+
+
+def cut_off() -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(8, requires_grad=True)
+    with torch.no_grad():
+        return weight, weight[:4]
+
+
+def test_a_view_made_without_gradients_is_refused() -> None:
+    _, row = cut_off()
+    scale = torch.ones(4, requires_grad=True)
+
+    @roam.compile
+    def step():
+        (row * scale).sum().backward()
+
+    with pytest.raises(roam.CaptureError, match=r"row is a view .* detach it") as caught:
+        step()
+    assert caught.value.code == "autograd_node"
+
+
+def test_such_a_view_does_not_take_the_plan_of_a_leaf() -> None:
+    """In eager PyTorch it gets no gradient."""
+    _, row = cut_off()
+    scale = torch.ones(4, requires_grad=True)
+
+    @roam.compile
+    def step(leaf):
+        (leaf * scale).sum().backward()
+
+    for _ in range(3):
+        step(torch.randn(8)[:4].requires_grad_())
+    with pytest.raises(roam.CaptureError, match="it gets no gradient"):
+        step(row)
+    assert row.grad is None
+
+
+def test_such_views_of_the_step_are_as_in_eager_pytorch() -> None:
+    def script(wrap):
+        torch.manual_seed(0)
+        net, scale = nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+
+        @wrap
+        def step():
+            with torch.no_grad():
+                row = net.weight[1]
+            ((row * scale).sum() + (row * 2).sum() + net(scale).sum()).backward()
+            return row
+
+        rows = [step() for _ in range(3)]
+        return [
+            [(row, row.requires_grad, row.is_leaf) for row in rows],
+            net.weight.grad, scale.grad,
+        ]  # fmt: skip
+
+    assert_same_bits(
+        tensors_and_numbers(script(roam.compile)), tensors_and_numbers(script(lambda f: f))
+    )

@@ -698,8 +698,11 @@ def test_a_module_of_the_users_may_have_the_name_of_a_library(
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("roam.state.library_code._installed", {})
+    monkeypatch.setitem(
+        sys.modules, package, None
+    )  # so that the test's end removes what it imports
+    del sys.modules[package]
     own = __import__(package)
-    monkeypatch.setitem(sys.modules, package, own)
     config = own.config
 
     def change(value: float) -> None:

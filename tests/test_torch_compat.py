@@ -1382,6 +1382,10 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_input_mutation": _partitions,
     "is_marked": _sees_marks,
     "is_of_dynamo": _raised_by_dynamo,
+    "seen_from": lambda: (
+        (base := torch.ones(2)) is private.seen_from(base[0][None])
+        and private.seen_from(base) is None
+    ),
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,

@@ -395,6 +395,10 @@ class Program:
     """(reference, value): what an optimizer's state must hold before the step, apart from
     tensors.
     """
+    empty_state: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    """(optimizer, references to parameters): which parameters have state after the step, in its own
+    order, if that of some is empty: they have been asked for it.
+    """
     state_keys: list[Any] = field(default_factory=list)
     """For each optimizer, the `StateKeys` of its state before the step."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(

@@ -321,6 +321,7 @@ def _renumber(
     result.overwritten = list(program.overwritten)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
+    result.empty_state = list(program.empty_state)
     result.state_keys = list(program.state_keys)
     result.computed_guards = list(program.computed_guards)
     result.split = program.split

@@ -434,6 +434,9 @@ class Runner:
                 reference.set(value)
         for reference in (*program.state_order, *new):
             reference.put_last()
+        for optimizer, places in program.empty_state:
+            if id(optimizer) not in skipped:
+                _fill(optimizer.state, [place.get() for place in places])
         for optimizer in program.stepped:
             if id(optimizer) not in skipped:
                 set_step_called(optimizer, True)  # what a scheduler looks for
@@ -725,6 +728,13 @@ def _found(reference: Any, leaves: list[Any]) -> Any:
 def _held(reference: Any, leaves: list[Any]) -> Any:
     """What a reference holds at a call with these flattened arguments."""
     return reference.find(leaves) if isinstance(reference, ArgumentReference) else reference.get()
+
+
+def _fill(state: dict[Any, Any], parameters: list[Any]) -> None:
+    """Gives parameters empty state where they have none, and puts their state in this order."""
+    if not all(parameter in state for parameter in parameters):
+        for parameter in parameters:
+            state[parameter] = state.pop(parameter, {})
 
 
 def _skipped(program: Program, numbers: list[Any]) -> set[int]:

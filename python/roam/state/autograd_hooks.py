@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from roam.errors import CaptureError
+from roam.state.metadata import is_cut_off
 from roam.state.reach import Reach, Slot
 from roam.torch_compat.private import (
     DisableTorchFunction,
@@ -53,6 +54,13 @@ def check_beneath(reach: Reach) -> None:
             )
     held = held_by_reducers(reach)
     for path, parameter in leaves_of(reach.slots):
+        if is_cut_off(parameter):
+            raise CaptureError(
+                f"{path} is a view of a tensor that requires a gradient, and was made under "
+                "torch.no_grad(): its requires_grad is True, and yet it gets no gradient; detach "
+                "it where it is made, as in weight[1].detach()",
+                code="autograd_node",
+            )
         if (reason := _hooked(parameter, is_held=id(parameter) in held)) is not None:
             error = CaptureError(
                 f"{path} has {reason}, which a captured step would not run; register hooks with "

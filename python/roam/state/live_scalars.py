@@ -15,7 +15,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -23,6 +23,13 @@ from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import VF
 
 aten = torch.ops.aten
+
+
+LOOK_UP: Final = (
+    "if it is an index, index a tensor by a tensor, as in x[torch.tensor([i])] = row, and keep a list of numbers as rates = "
+    "torch.tensor(rates, dtype=torch.float64), for rates[torch.tensor([i])].item()"
+)
+"""What to write for an index that changes from call to call."""
 
 
 class LiveNode:
@@ -90,7 +97,7 @@ class LiveNode:
         self.trace.refuse(
             f"the step gives {self.origin} to NumPy, where capture cannot follow it; use Python's numbers, as in sum(values) / "
             "len(values), or tensors, as in torch.stack(losses).mean(), or return the numbers and give them to NumPy "
-            "outside of the step",
+            f"outside of the step; {LOOK_UP}",
             code="value_reached_python",
         )
 
@@ -99,7 +106,7 @@ class LiveNode:
             f"Python needs the number from {self.origin} itself here, as float(), round(), text, a "
             "size and an index do, and a plan would keep the number of the capture; if you only "
             "calculate with it, leave out what asks for it, and write x.item() for float(x); "
-            f"otherwise {self.trace.remedy(self.slot)}",
+            f"{LOOK_UP}; otherwise {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
 

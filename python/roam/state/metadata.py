@@ -11,12 +11,16 @@ import torch
 
 from roam.state.equality import changed, same, show
 from roam.torch_compat.private import (
+    DisableTorchFunction,
     c_pointer,
+    disable_current_modes,
     gradient_hooks_of,
     hooks_of,
     is_dtensor,
+    is_view,
     layout_of,
     local_of,
+    seen_from,
 )
 
 
@@ -37,6 +41,7 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.grad_dtype,
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
+        is_cut_off(tensor),
         _attributes_of(tensor),
         _hooks_in(hooks),
         _hooks_in(post_hooks),
@@ -81,6 +86,23 @@ def _hooks_in(hooks: Any) -> Held | None:
     return Held(range(len(hooks)), hooks.values()) if hooks else None
 
 
+def is_cut_off(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires a gradient, and has neither a history nor a node that would
+    accumulate its gradient: a view of what requires one, made while gradients were not recorded.
+    """
+    base = seen_from(tensor)
+    if base is None or not (base.requires_grad and tensor.requires_grad and tensor.is_leaf):
+        return False
+    with (
+        disable_current_modes(),
+        DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        node = tensor.view_as(tensor).grad_fn
+    return node is not None and node.next_functions[0][0] is None
+
+
 def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Of a distributed tensor how it lies on its mesh, and how this process's part lies in memory;
     None for any other.
@@ -100,7 +122,7 @@ def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _NAMES: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype", "conjugate or negative bit", "inference mode", "way to its gradient", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
 )  # fmt: skip
 
 
@@ -176,9 +198,11 @@ def _others(tensors: list[Any]) -> list[Any]:
     """What `metadata_of` says of strided tensors and `_seen` does not."""
     kinds = list(map(type, tensors))
     has_dtensors = any(map(is_dtensor, tensors))
+    views = [place for place, found in enumerate(map(is_view, tensors)) if found]
     return [
         kinds,
         list(map(layout_over_devices, tensors)) if has_dtensors else [],
+        [place for place in views if is_cut_off(tensors[place])],
         *[list(map(method, tensors)) for method in _METHODS],
         *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
     ]

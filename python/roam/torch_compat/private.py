@@ -116,6 +116,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def seen_from(view: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that autograd sees a tensor as a view of; None if it sees none."""
+    return view._base
+
+
 def subclass_of(kind: type, tensor: torch.Tensor, device: torch.device) -> Any:
     """A tensor subclass's object over a tensor's memory, with the dispatch keys of another
     device.
@@ -1512,6 +1517,7 @@ __all__ = [
     "saved_tensor_hooks",
     "scaler_start",
     "schema_of",
+    "seen_from",
     "sequence_number",
     "set_fill_uninitialized",
     "set_flat_weights",

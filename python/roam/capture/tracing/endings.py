@@ -34,6 +34,7 @@ from roam.state.references import (
     Skeleton,
     StateReference,
     as_tuple,
+    is_filled,
     optimizer_references,
 )
 from roam.state.spaces import Items
@@ -205,6 +206,7 @@ def record_endings(
     _plain_endings(
         fake_state, recorder, before.plain, {reference.path for reference, _ in before.numbers}
     )
+    _empty_endings(fake_state, recorder)
     _rate_endings(fake_state, recorder)
     _entry_endings(fake_state, recorder, before.entries)
     _attribute_endings(fake_state, recorder, arguments, left)
@@ -613,6 +615,17 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
         else:
             raise CaptureError(
                 f"the step makes {reference.path} a {type(rate).__name__}; set a float", code="rate"
+            )
+
+
+def _empty_endings(fake_state: FakeState, recorder: Recorder) -> None:
+    """Which parameters have state, if that of some is empty."""
+    places = {id(place.get()): place for place in fake_state.parameters}
+    for _, optimizer in fake_state.reach.optimizers:
+        entries = [(places.get(id(key)), entry) for key, entry in optimizer.state.items()]
+        if any(place is not None and not is_filled(entry) for place, entry in entries):
+            recorder.program.empty_state.append(
+                (optimizer, [place for place, _ in entries if place is not None])
             )
 
 

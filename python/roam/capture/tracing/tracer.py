@@ -45,7 +45,7 @@ from roam.program.ir import Program
 from roam.state.arguments import Taken
 from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
 from roam.state.library_code import is_library
-from roam.state.live_scalars import LiveFloat, LiveInt
+from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.references import (
     OptimizerReference,
     PlaceReference,
@@ -259,7 +259,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             raise CaptureError(
                 f"{line}: a number that the step computes or changes has reached code that needs "
                 f"its value ({type(error).__name__}: {error}); only calculate with "
-                "it, or return it and look at it outside of the step",
+                f"it, or return it and look at it outside of the step; {LOOK_UP}",
                 code="value_reached_python", source=line,
             ) from error  # fmt: skip
         remedy = "" if settles else "; run it eagerly, and report it if it works there"
