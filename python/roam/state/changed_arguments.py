@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
@@ -53,12 +53,13 @@ class Given(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a step returns, and what it has done to its arguments; `has_given` says whether there
-    is any `Given` in it.
+    """What a step returns, what it has done to its arguments, and what it has added to each of the
+    lists of its state to which it only adds; `has_given` says whether there is any `Given` in it.
     """
 
     result: Any
     changes: list[Change]
+    added: list[list[Any]]
     has_given: bool
 
 
@@ -80,8 +81,12 @@ class Containers:
             for space in (_space(container),)
         ]
 
-    def left(self, result: Any) -> Left:
+    def left(self, result: Any, added: Iterable[list[Any]] = ()) -> Left:
         """What a step that returns a result has left; the containers are then as before the step.
+
+        Args:
+            result: of the step.
+            added: what it has added to lists of its state.
 
         Raises:
             Unrecordable: a dictionary has keys that are not plain values.
@@ -101,10 +106,11 @@ class Containers:
             raise Unrecordable
         naming = _Naming({id(container): path for path, container in self._all})
         result = naming.named(result)
+        added = [list(map(naming.named, values)) for values in added]
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
         if not all(is_plain(key) for path in naming.met for key in path):
             raise Unrecordable
-        return Left(result, changes, bool(naming.met))
+        return Left(result, changes, added, bool(naming.met))
 
 
 class _Naming:
@@ -139,7 +145,7 @@ def changed_paths(leaves: list[Any], spec: Any) -> list[tuple[Any, ...]]:
     Args:
         leaves, spec: of a `Left`; the leaves of results may be anything.
     """
-    result, changes, _ = spec.children()
+    result, changes, *_ = spec.children()
     start, found = result.num_leaves, []
     for change in changes.children():
         path = change.children()[0]
@@ -180,13 +186,28 @@ def check_changeable(
             )
 
 
-def leave(left: Left, arguments: Arguments) -> Any:
+def added_by(spec: Any) -> bool:
+    """Whether a step adds anything to lists of its state.
+
+    Args:
+        spec: of a `Left`.
+    """
+    _, _, added, _ = spec.children()
+    return any(values.children() for values in added.children())
+
+
+def leave(left: Left, arguments: Arguments, growing: Iterable[Any] = ()) -> Any:
     """Does to a call's containers what the step has done to those of its trace.
+
+    Args:
+        left: what the step has left.
+        arguments: of the call.
+        growing: the lists of the step's state to which it adds, in the order of `Left.added`.
 
     Returns:
         What the step returns.
     """
-    result, changes, has_given = left
+    result, changes, added, has_given = left
 
     def put_in(value: Any) -> Any:
         return _at(arguments, value.path) if type(value) is Given else value
@@ -197,6 +218,7 @@ def leave(left: Left, arguments: Arguments) -> Any:
         return pytree.tree_map(put_in, tree, is_leaf=lambda value: type(value) is Given)
 
     result = with_given(result)
+    added = [with_given(values) for values in added]
     filled = []
     for path, kept, put in changes:
         container, now = _at(arguments, path), with_given(put)
@@ -211,6 +233,8 @@ def leave(left: Left, arguments: Arguments) -> Any:
         filled.append((container, entries))
     for container, entries in filled:
         _space(container).put(entries)
+    for container, values in zip(growing, added, strict=True):
+        container.extend(values)
     return result
 
 
@@ -280,6 +304,7 @@ __all__ = [
     "Containers",
     "Left",
     "Unrecordable",
+    "added_by",
     "changed_paths",
     "check_changeable",
     "leave",
