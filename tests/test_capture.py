@@ -295,7 +295,7 @@ def rounding(loss: torch.Tensor) -> Any:
 
 
 def appending(loss: torch.Tensor) -> Any:
-    HISTORY.append(1)
+    HISTORY.insert(0, 1)
     return loss
 
 

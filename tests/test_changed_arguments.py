@@ -504,7 +504,7 @@ def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -
 
 
 def test_compare_sees_what_differs_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, _: left.result)
+    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, *_: left.result)
     for change, path in ((pops, "args[0]['x']"), (keeps_outputs, "args[0]['weight']")):
         comparison = roam.compare(Task(change).step, batch(0))
         assert comparison.outcome == "different"
