@@ -295,7 +295,7 @@ def rounding(loss: torch.Tensor) -> Any:
 
 
 def appending(loss: torch.Tensor) -> Any:
-    HISTORY.append(1)
+    HISTORY.insert(0, 1)
     return loss
 
 
@@ -322,7 +322,7 @@ def other_storage(loss: torch.Tensor) -> Any:
 
 
 def converting(loss: torch.Tensor) -> Any:
-    return torch.tensor(float(loss))  # value
+    return torch.tensor(round(loss.item()))  # value
 
 
 def stopping(loss: torch.Tensor) -> Any:

@@ -62,7 +62,9 @@ class TestHooksOnModules:
 
     def test_that_collect_are_refused(self) -> None:
         model, seen = Block(), []
-        model.first.register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+        model.first.register_forward_hook(
+            lambda module, args, result: seen.insert(0, result.detach())
+        )
         step = recomputing_step()[0]
         assert (
             refused(

@@ -405,8 +405,8 @@ def count_in_a_dictionary(my, x, y):
     return train(my, x, y)
 
 
-def append_to_a_deque(my, x, y):
-    RECENT.append(1)
+def append_to_the_left_of_a_deque(my, x, y):
+    RECENT.appendleft(1)
     return train(my, x, y)
 
 
@@ -543,7 +543,7 @@ def test_operators_that_take_functions_are_refused() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        count_in_a_dictionary, append_to_a_deque, add_to_a_set, count_in_an_object, keep_the_loss,
+        count_in_a_dictionary, append_to_the_left_of_a_deque, add_to_a_set, count_in_an_object, keep_the_loss,
         count_with_an_iterator, count_in_the_environment, look_at_the_clock, draw_from_python, draw_from_numpy,
         draw_from_a_numpy_generator, draw_from_a_generator_made_inside,
         add_a_group, register_a_buffer, another_parameter, swap_inside, without_gradients_from_here,

@@ -423,8 +423,8 @@ def shows_it(my, x, y):
     return train(my, x, y)
 
 
-def counts_in_a_list_that_grows(my, x, y):
-    my.sums.append(my.steps)
+def counts_at_the_head_of_a_list(my, x, y):
+    my.sums.insert(0, my.steps)
     return train(my, x, y)
 
 
@@ -489,7 +489,7 @@ def state_of_no_parameter(my, x, y):
 @pytest.mark.parametrize(
     "body",
     [
-        becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, with_numpy,
+        becomes_text, shows_it, counts_at_the_head_of_a_list, longer_and_longer, with_numpy,
         mean_with_numpy, right_of_an_array, right_of_numpys_own_numbers, by_a_function_of_numpys, catches_the_refusal, two_of_one_name, state_of_no_parameter,
     ],
 )  # fmt: skip

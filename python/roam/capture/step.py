@@ -5,6 +5,7 @@ they were.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
+from roam.capture.tracing.growing_lists import watched as watched_growing
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
@@ -169,6 +171,8 @@ class Known:
     Attributes:
         numbers: paths of the Python numbers that the step changes.
         renewed: paths of the lists and dictionaries in whose place it puts others.
+        growing: paths of the lists and deques to which it only adds.
+        not_growing: paths of those that it has added to, and on which it may depend.
         from_none: paths at which earlier calls found None and left tensors.
         fresh: those of them at which later calls found None again, so that each such call makes the
             tensors anew.
@@ -191,6 +195,8 @@ class Known:
 
     numbers: set[str] = field(default_factory=set)
     renewed: set[str] = field(default_factory=set)
+    growing: set[str] = field(default_factory=set)
+    not_growing: set[str] = field(default_factory=set)
     from_none: set[str] = field(default_factory=set)
     fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
@@ -205,6 +211,11 @@ class Known:
     compiles_blocks: bool = False
     is_captured_once: bool = False
     recorded: Program = field(default_factory=Program)
+
+    def read(self, lists: Collection[str]) -> None:
+        """Notes that the step may depend on lists that were taken for such that only grow."""
+        self.growing -= set(lists)
+        self.not_growing |= set(lists)
 
     def share(self, program: Program) -> None:
         """Makes a trace that has just been recorded share what it can with the last one."""
@@ -249,6 +260,10 @@ class Known:
 
 class _Renews(Exception):
     """A step replaces lists or dictionaries that it finds by others."""
+
+
+class _Grows(Exception):
+    """A step adds to lists, or it turns out that it does more with them."""
 
 
 class _Settles(Exception):
@@ -378,6 +393,7 @@ def capture_step(
         answers = Answers() if answers is None else answers
         reads, settles, from_none = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
+        blamed: tuple[set[str], CaptureError] | None = None  # lists that grow, for an error
         try:
             with marked_fakes() as are_left:
                 while True:
@@ -385,7 +401,7 @@ def capture_step(
                         # Captured as if all that settles were set: the first step does the same
                         # then, and later ones set nothing new.
                         with applied([] if settles is None else settles.settings):
-                            return _captured(
+                            captured = _captured(
                                 train_step,
                                 args,
                                 kwargs,
@@ -397,12 +413,16 @@ def capture_step(
                                 settles,
                                 from_none,
                             )
+                            if blamed is not None:
+                                known.not_growing |= blamed[0]
+                                blamed = None
+                            return captured
                     except _Settles as found:
                         settles = found
                     except CompileRegions:
                         with applied([] if settles is None else settles.settings):
                             known.regions.compile()
-                    except (ReadMore, _Renews):
+                    except (ReadMore, _Renews, _Grows):
                         settles = None
                     except NumbersChange:
                         if settles is None:
@@ -413,7 +433,21 @@ def capture_step(
                             raise change.refusal() from None
                         known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
                         settles = None
+                    except CaptureError as error:
+                        # Maybe only because of what is in the place of lists that grow.
+                        if blamed is None and known.growing:
+                            blamed = set(known.growing), error
+                            known.growing.clear()
+                            known.not_growing |= blamed[0]
+                            settles = None
+                            continue
+                        if blamed is not None and blamed[1].code != error.code:
+                            blamed = None  # they stay what they are
+                        raise
         finally:
+            if blamed is not None:
+                known.not_growing -= blamed[0]
+                known.growing |= blamed[0]
             known.from_none |= from_none
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
@@ -435,12 +469,21 @@ def _captured(
     taker = known.taker
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
-    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
+
+    def reached() -> Reach:
+        return reach_of(
+            train_step, args, kwargs, reads, opened, known.renewed, taker.closed, known.growing
+        )
+
+    reach = reached()
+    if reach.cannot_grow:
+        known.read(reach.cannot_grow)
+        raise _Grows
     is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:
-        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed, taker.closed)
+        reach = reached()
     if reads.is_narrow or reads.everything:
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
@@ -473,6 +516,8 @@ def _captured(
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
         unread_places = tracer.unread(live_arguments=bool(floats))
+        if reach.growing:
+            tracer.check_growing(live_arguments=bool(floats))
     except CaptureError as error:
         reads.check()
         reads.add_functions(reliance.unreached(reach))
@@ -564,7 +609,16 @@ def _what_was_read(
         return reach
     changing = known.numbers
     reads = reach.reads.narrow()
-    narrow = reach_of(train_step, args, kwargs, reads, opened, known.renewed, known.taker.closed)
+    narrow = reach_of(
+        train_step,
+        args,
+        kwargs,
+        reads,
+        opened,
+        known.renewed,
+        known.taker.closed,
+        known.growing,
+    )
     _close_shared(narrow, known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
@@ -706,6 +760,8 @@ class _Tracer:
     """Gets the paths at which the step found None and left tensors."""
     stand_ins: StandIns | None = None
     """What the step gets in place of plain arguments."""
+    copies_lists: bool = False
+    """Whether it gets copies of lists that grow, instead of stand-ins."""
 
     @interrupts_wait()
     def programs(
@@ -765,6 +821,7 @@ class _Tracer:
             regions=self.known.regions,
             stand_ins=self.stand_ins,
             layouts=self.known.layouts,
+            copies_lists=self.copies_lists,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
@@ -789,10 +846,12 @@ class _Tracer:
                         live_numbers=live_numbers,
                     )
                 except CaptureError as error:
+                    self._check_unread(fake_state, is_over=False)
                     if not programs or not _needs_others(error, programs):
                         raise
                     programs[-1].unsettled = error
                     return programs
+                self._check_unread(fake_state, is_over=True)
                 self.known.share(program)
                 reads.check()
                 reads.add_functions(self.reliance.unreached(self.reach))
@@ -819,6 +878,9 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if moved:
+                    if grown := inside.grown() - self.known.not_growing:
+                        self.known.growing |= grown
+                        raise _Grows
                     if from_none := inside.made_from_none() - self.known.fresh:
                         if from_none <= self.known.from_none:
                             self.known.fresh |= from_none
@@ -857,6 +919,7 @@ class _Tracer:
                 inside.stir()
         finally:
             switches.restore()
+            fake_state.growing.leave()
             snapshot.restore(fake_state.fakes())
             fake_state.leave()
         refusal = CaptureError(
@@ -868,6 +931,40 @@ class _Tracer:
             raise refusal
         programs[0].unsettled = _Unlike(refusal)
         return programs[:1]
+
+    def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
+        """Looks after a trace whether the step may depend on lists that were to grow only.
+
+        Raises:
+            _Grows: it may.
+        """
+        if read := fake_state.growing.read(is_over=is_over):
+            self.known.read(read)
+            raise _Grows
+
+    def check_growing(self, *, live_arguments: bool) -> None:
+        """Traces the step with copies in the place of the lists that grow, and once more without,
+        and sees whether it does the same.
+
+        Raises:
+            _Grows: it may not.
+        """
+        is_sure = False
+        # Dynamo would look at what is in the lists' places.
+        if sys.gettrace() is None and not self.known.regions.used().calls:
+            plain = replace(self, copies_lists=True)
+            with watched_growing() as expected:
+                (one,) = plain.programs(live_arguments=live_arguments, only_first=True)
+            with watched_growing() as seen:
+                (other,) = self.programs(live_arguments=live_arguments, only_first=True)
+            is_sure = (
+                not seen.gives_away
+                and seen.raised == expected.raised
+                and difference(one, other) is None
+            )
+        if not is_sure:
+            self.known.read({growing.path for growing in self.reach.growing})
+            raise _Grows
 
     def _lasting(
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -49,6 +49,7 @@ def difference(first: Program, second: Program) -> str | None:
         ("histories ended in place", first.detached, second.detached),
         ("histories", _histories(first), _histories(second)),
         ("results' structures", first.result[1], second.result[1]),
+        ("lists that grow", _grows(first), _grows(second)),
         ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
         ("numbers of schedulers", _late(first), _late(second)),
     ):
@@ -61,6 +62,10 @@ def difference(first: Program, second: Program) -> str | None:
     if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
     return None
+
+
+def _grows(program: Program) -> list[str]:
+    return [path for path, _ in program.growing]
 
 
 def is_resized(known: Program, program: Program) -> bool:
@@ -80,6 +85,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and known.entering == program.entering
         and _paths(known.referenced) == _paths(program.referenced)
         and _paths(known.rebinds) == _paths(program.rebinds)
+        and _grows(known) == _grows(program)
         and _layouts_are_resized(known, program)
         and (known.flags, known.detached) == (program.flags, program.detached)
         and _histories(known) == _histories(program)

@@ -389,6 +389,8 @@ class Program:
     """References to all state after the step, in its own order, where `plain_state` adds to it."""
     reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     """(reference, (shape, strides, offset)): arguments whose shape the step changes in place."""
+    growing: list[tuple[str, Any]] = field(default_factory=list)
+    """(path, list): lists of the step's state to which it adds, in the order of `Left.added`."""
     overwritten: list[Any] = field(default_factory=list)
     """References to attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)

@@ -318,6 +318,7 @@ def _renumber(
     result.plain_state = list(program.plain_state)
     result.state_order = list(program.state_order)
     result.reshaped = list(program.reshaped)
+    result.growing = list(program.growing)
     result.overwritten = list(program.overwritten)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)

@@ -34,7 +34,7 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
-from roam.state.changed_arguments import Left, changed_paths, check_changeable
+from roam.state.changed_arguments import Left, added_by, changed_paths, check_changeable
 from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Difference, changed, same, show
 from roam.state.references import (
@@ -341,7 +341,8 @@ class Runner:
                 self._read_late(result, calls)
             left: Left = pytree.tree_unflatten(result, program.result[1])
             lists = [id(result[place]) for place, _ in program.late]
-            returned = leave_arguments(left, (args, kwargs), lists)
+            growing = [container for _, container in program.growing]
+            returned = leave_arguments(left, (args, kwargs), lists, growing)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
@@ -680,6 +681,7 @@ class Runner:
             or program.detached
             or program.reshaped
             or program.synced
+            or added_by(program.result[1])
             or program.assigned()
             or any(host_call.position <= number for host_call in program.after)
             or any(call.skip_if is not None for call in program.calls[:number])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from roam.errors import ExecutionError
@@ -54,12 +54,13 @@ class Given(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a step returns, and what it has done to its arguments; `has_given` says whether there
-    is any `Given` in it.
+    """What a step returns, what it has done to its arguments, and what it has added to each of the
+    lists of its state to which it only adds; `has_given` says whether there is any `Given` in it.
     """
 
     result: Any
     changes: list[Change]
+    added: list[list[Any]]
     has_given: bool
 
 
@@ -81,12 +82,19 @@ class Containers:
             for space in (_space(container),)
         ]
 
-    def left(self, result: Any, others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS) -> Left:
+    def left(
+        self,
+        result: Any,
+        others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
+        added: Iterable[list[Any]] = (),
+    ) -> Left:
         """What a step that returns a result has left; the containers are then as before the step.
 
         Args:
+            result: of the step.
             others: by identity, further containers from before the step, each with what stands for
                 it.
+            added: what it has added to lists of its state.
 
         Raises:
             Unrecordable: a dictionary has keys that are not plain values.
@@ -106,10 +114,11 @@ class Containers:
             raise Unrecordable
         naming = _Naming({id(container): path for path, container in self._all}, others)
         result = naming.named(result)
+        added = [list(map(naming.named, values)) for values in added]
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
         if not all(is_plain(key) for path in naming.met for key in path):
             raise Unrecordable
-        return Left(result, changes, bool(naming.met))
+        return Left(result, changes, added, bool(naming.met))
 
 
 class _Naming:
@@ -149,7 +158,7 @@ def changed_paths(leaves: list[Any], spec: Any) -> list[tuple[Any, ...]]:
     Args:
         leaves, spec: of a `Left`; the leaves of results may be anything.
     """
-    result, changes, _ = spec.children()
+    result, changes, *_ = spec.children()
     start, found = result.num_leaves, []
     for change in changes.children():
         path = change.children()[0]
@@ -190,16 +199,34 @@ def check_changeable(
             )
 
 
-def leave(left: Left, arguments: Arguments, others: Collection[int] = ()) -> Any:
+def added_by(spec: Any) -> bool:
+    """Whether a step adds anything to lists of its state.
+
+    Args:
+        spec: of a `Left`.
+    """
+    _, _, added, _ = spec.children()
+    return any(values.children() for values in added.children())
+
+
+def leave(
+    left: Left,
+    arguments: Arguments,
+    others: Collection[int] = (),
+    growing: Iterable[Any] = (),
+) -> Any:
     """Does to a call's containers what the step has done to those of its trace.
 
     Args:
+        left: what the step has left.
+        arguments: of the call.
         others: identities of containers that are not the step's own, and stay the same ones.
+        growing: the lists of the step's state to which it adds, in the order of `Left.added`.
 
     Returns:
         What the step returns.
     """
-    result, changes, has_given = left
+    result, changes, added, has_given = left
 
     def put_in(value: Any) -> Any:
         return _at(arguments, value.path) if type(value) is Given else value
@@ -212,6 +239,7 @@ def leave(left: Left, arguments: Arguments, others: Collection[int] = ()) -> Any
         )
 
     result = with_given(result)
+    added = [with_given(values) for values in added]
     filled = []
     for path, kept, put in changes:
         container, now = _at(arguments, path), with_given(put)
@@ -226,6 +254,8 @@ def leave(left: Left, arguments: Arguments, others: Collection[int] = ()) -> Any
         filled.append((container, entries))
     for container, entries in filled:
         _space(container).put(entries)
+    for container, values in zip(growing, added, strict=True):
+        container.extend(values)
     return result
 
 
@@ -295,6 +325,7 @@ __all__ = [
     "Containers",
     "Left",
     "Unrecordable",
+    "added_by",
     "changed_paths",
     "check_changeable",
     "leave",

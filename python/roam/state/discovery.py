@@ -55,6 +55,7 @@ from roam.state.equality import (
     is_plain,
 )
 from roam.state.global_state import surrounding_code
+from roam.state.growing_lists import KINDS, Growing
 from roam.state.library_code import (
     imports_of,
     is_added_builtin,
@@ -112,6 +113,10 @@ _WHILE_ENTERED: Final = frozenset(
     {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
 )
 """Attributes that only these contexts use, while they are entered."""
+_TAKE_STAND_INS: Final = (
+    AttributesSpace, CellSpace, ClassSpace, MappingSpace, NamesSpace, SequenceSpace, SlotsSpace
+)  # fmt: skip
+"""The spaces in which a stand-in can take the place of a list."""
 _MOST_SPACES: Final = 1_000_000
 # An attribute that holds more than this is left out until the step looks at it: data sets, replay
 # buffers.
@@ -147,6 +152,7 @@ def reach_of(
     opened: Collection[int] = (),
     renewed: Collection[str] = (),
     closed: Collection[int] = (),
+    growing: Collection[str] = (),
 ) -> Reach:
     """What ``train_step(*args, **kwargs)`` can reach.
 
@@ -159,6 +165,7 @@ def reach_of(
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
         renewed: paths of the lists and dictionaries in whose place the step puts others.
         closed: identities of the containers among the arguments that are not taken apart.
+        growing: paths of the lists and deques to which the step only adds.
 
     Raises:
         CaptureError: if the function reaches so much that guarding it would cost more than the
@@ -167,10 +174,11 @@ def reach_of(
     reads = Reads(everything=True) if reads is None else reads
     while True:
         reach = Reach(reads)
-        walk = _Walk(reach, opened, renewed, closed)
+        walk = _Walk(reach, opened, renewed, closed, growing)
         try:
             walk.run(train_step, args, kwargs or {})
             reach.shared = walk.shared()
+            walk.note_growing()
             break
         except _LeftOut:
             pass
@@ -196,11 +204,15 @@ class _Walk:
         opened: Collection[int],
         renewed: Collection[str],
         closed: Collection[int],
+        growing: Collection[str] = (),
     ) -> None:
         self.reach = reach
         self.opened = opened
         self.closed = closed
         self.renewed = renewed
+        self.growing = growing
+        self.grown: list[tuple[str, Any]] = []  # those of them that have been met
+        self.unplaced: set[int] = set()  # lists held where no other can be put
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
         self.tested: frozenset[str] = frozenset()  # names of classes that a function only tests
@@ -271,6 +283,32 @@ class _Walk:
                 {id(node), id(attributes_of(node) if is_user_dict(node) else node)}
             )
         ]
+
+    def note_growing(self) -> None:
+        """Notes the lists that grow, with all places that hold them."""
+        if not self.grown:
+            return
+        guarded = {id(place.space) for place in self.reach.places if place.guarded}
+        entered = {id(getattr(place.space, "holder", None)) for place in self.reach.places}
+        for path, container in self.grown:
+            places = self.frozen[id(container)]
+            takes_others = all(
+                id(space) in guarded
+                and isinstance(space, _TAKE_STAND_INS)
+                and not space.is_immutable
+                and space.get(key) is container
+                for space, key in places
+            )
+            if (
+                places
+                and takes_others
+                and id(container) not in self.unplaced | entered
+                and id(container) not in self.given
+                and id(container) not in self.closed
+            ):
+                self.reach.growing.append(Growing(path, container, places))
+            else:
+                self.reach.cannot_grow.add(path)
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at
@@ -394,7 +432,12 @@ class _Walk:
             if issubclass(type(value), type) and not self._is_tested(place):
                 self._constructors(value)
             is_renewed = bool(self.renewed) and type(value) in (list, dict)
-            if place is not None and (is_renewed or issubclass(type(value), (tuple, frozenset))):
+            may_grow = bool(self.growing) and type(value) in KINDS
+            if place is None and may_grow:
+                self.unplaced.add(id(value))
+            if place is not None and (
+                is_renewed or may_grow or issubclass(type(value), (tuple, frozenset))
+            ):
                 self.frozen[id(value)].append(place)
             self._link(value)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
@@ -465,7 +508,9 @@ class _Walk:
         if not self._is_new(value):
             return
         self.holder = None if _is_replaced(value) else id(value)
-        if kind in (list, dict) and path in self.renewed:
+        if kind in KINDS and path in self.growing:
+            self.grown.append((path, value))
+        elif kind in (list, dict) and path in self.renewed:
             self._fill(RenewedSpace(value, path, self.frozen[id(value)], label=_index(path)))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)

@@ -194,9 +194,11 @@ class Guards:
             (path, value) for path, value in reach.objects if not is_under(path, ignored)
         ]
         self._shapes = self._shapes_now()
+        self._growing = [growing.container for growing in reach.growing]
         held = [
             *(value for _, value in self._objects),
             *(getattr(check.space, "holder", None) for check in self._checks()),
+            *self._growing,
         ]
         self._object_places = {id(value): place for place, value in enumerate(held)}
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
@@ -288,6 +290,8 @@ class Guards:
             and self._shared_groups == other._shared_groups
             and len(self._shapes) == len(other._shapes)
             and all(map(operator.is_, self._shapes, other._shapes))
+            and len(self._growing) == len(other._growing)
+            and all(map(operator.is_, self._growing, other._growing))
             and self._nodes.watches_the_same(other._nodes)
             and self._reliance.covers(other._reliance)
             and other._results.is_among(self._results)

@@ -12,6 +12,7 @@ import torch
 from roam.errors import CaptureError
 from roam.state.attribute_reads import Edge, Reads
 from roam.state.containers import RenewedSpace
+from roam.state.growing_lists import Growing
 from roam.state.spaces import Space, is_under
 
 TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
@@ -84,6 +85,9 @@ class Reach:
         held_elsewhere: for the identity of a leaf whose gradient's node something unknown holds,
             the refusal of a step that runs a backward pass.
         shared: the containers among the arguments that guarded state holds too.
+        growing: lists to which the step only adds. What is in them is not entered.
+        cannot_grow: paths of lists that were to be such, and are held where no stand-in can be put
+            in their place.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -106,6 +110,8 @@ class Reach:
         self.code: dict[types.CodeType, dict[str, Any]] = {}
         self.held_elsewhere: dict[int, CaptureError] = {}
         self.shared: list[Any] = []
+        self.growing: list[Growing] = []
+        self.cannot_grow: set[str] = set()
 
     @property
     def parameters(self) -> list[Slot]:

@@ -29,6 +29,7 @@ from roam.state.containers import (
     entries_of,
 )
 from roam.state.equality import MISSING, Difference, changed, is_plain, same, show
+from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace
 from roam.state.optimizer_spaces import OptimizerSpace
@@ -254,6 +255,18 @@ class Snapshot:
                         found += others
         return {self._paths[id(other)] for other in found if id(other) in self._paths}
 
+    def grown(self) -> set[str]:
+        """Among the changes of which `moved` tells: paths of the lists and deques that have got
+        more at their end.
+        """
+        return {
+            place.space.path
+            for place, items in self._own_holders()
+            if place.guarded
+            and type(place.space) is SequenceSpace
+            and has_grown(place.space.holder, [value for _, value in items])
+        }
+
     def _changes(self, place: Place, items: Items) -> list[str]:
         return _changes(place, items, self._renewed)
 
@@ -355,7 +368,7 @@ class Snapshot:
             raise failures[0]
 
 
-_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt)
+_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt, GrowingStandIn)
 """What only capture puts in the place of another value."""
 
 

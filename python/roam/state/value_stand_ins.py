@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 VALUES: Final[tuple[type, ...]] = (str, bytes, int)
@@ -98,19 +98,31 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return method
 
 
-def _class_for(kind: type) -> type[StandIn]:
+def class_for(
+    kind: type, base: type[StandIn] = StandIn, own: Collection[str] = ()
+) -> type[StandIn]:
+    """A class of stand-ins for values of a class.
+
+    Args:
+        kind: the class of the values.
+        base: what it is derived from.
+        own: further special methods that `base` has for itself.
+    """
     methods = {name: _reflected(operation) for name, operation in _REFLECTED.items()}
     methods |= {
         name: _special(name)
         for name in dir(kind)
-        if name.startswith("__") and name not in _OWN and callable(getattr(kind, name))
+        if name.startswith("__")
+        and name not in _OWN
+        and name not in own
+        and callable(getattr(kind, name))
     }
     return type(
-        f"StandIn_{kind.__name__}", (StandIn,), {"__slots__": (), "_roam_kind": kind, **methods}
+        f"StandIn_{kind.__name__}", (base,), {"__slots__": (), "_roam_kind": kind, **methods}
     )
 
 
-_CLASSES: Final[dict[type, type]] = {kind: _class_for(kind) for kind in VALUES}
+_CLASSES: Final[dict[type, type]] = {kind: class_for(kind) for kind in VALUES}
 """The class of the stand-ins for values of each class."""
 _OF_TOKENIZERS: Final = "Encoding"
 """What a fast tokenizer of transformers leaves in a `BatchEncoding` for each text. No two batches
@@ -138,7 +150,7 @@ def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
     """A new stand-in for a value of one of `kinds`; it calls `note` whenever it is read."""
     kind = type(value)
     if kind not in _CLASSES:
-        _CLASSES[kind] = _class_for(kind)
+        _CLASSES[kind] = class_for(kind)
     made: Any = object.__new__(_CLASSES[kind])
     object.__setattr__(made, "_roam_real", value)
     object.__setattr__(made, "_roam_note", note)
@@ -148,6 +160,7 @@ def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
 __all__ = [
     "VALUES",
     "StandIn",
+    "class_for",
     "class_stood_for",
     "is_or_stands_for_one",
     "kinds",

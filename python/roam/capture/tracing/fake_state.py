@@ -27,6 +27,7 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
+from roam.capture.tracing.growing_lists import GrowingLists
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
@@ -102,6 +103,7 @@ class FakeState:
         regions: Regions | None = None,
         stand_ins: StandIns | None = None,
         layouts: dict[Any, Any] | None = None,
+        copies_lists: bool = False,
     ) -> None:
         """The fake state of a call.
 
@@ -120,9 +122,11 @@ class FakeState:
             stand_ins: what the step gets in place of plain arguments.
             layouts: how results of operators on distributed tensors are placed; see
                 `roam.capture.distributed.dtensors.stand_ins`.
+            copies_lists: whether copies, instead of stand-ins, take the place of lists that grow.
         """
         self.reach = reach
         self._stand_ins = StandIns({}) if stand_ins is None else stand_ins
+        self.growing = GrowingLists(reach.growing, are_plain=copies_lists)
         self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
@@ -273,6 +277,7 @@ class FakeState:
                     if _is_tensor(parameter)
                     else others[parameter]
                 )
+        self.growing.enter()
         leaves = [self._fake(leaf) for leaf in self._stand_ins.put(self.leaves)]
         self.results = {
             id(real): (real, self._fake(real))

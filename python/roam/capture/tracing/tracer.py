@@ -165,6 +165,7 @@ def trace(
             given = fake_state.taker.take(args, kwargs)
             containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
+            fake_state.growing.begin()
             try:
                 result = _run(step, args, kwargs)
             except CaptureError:
@@ -174,6 +175,7 @@ def trace(
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
+        recorder.program.growing = fake_state.growing.lists()
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
@@ -215,7 +217,7 @@ def _left(
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
         try:
-            left = containers.left(result, recorder.late_lists)
+            left = containers.left(result, recorder.late_lists, fake_state.growing.added())
         except Unrecordable:
             raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
