@@ -282,6 +282,35 @@ def test_entries_that_a_step_makes_in_a_default_dictionary() -> None:
     _check(_trained(build), plans=1)  # the first call runs by itself, and makes the list
 
 
+def test_of_a_librarys_model_that_imports_its_parts_late() -> None:
+    """The library's code names `sys.modules`, and the step's own calls `model.modules()`."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=11,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses: list[float] = []
+
+    def train(words: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = model(input_ids=words, labels=labels).loss / len(list(model.modules()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    step = roam.compile(train)
+    for _ in range(3):
+        step(torch.arange(10).view(2, 5), torch.tensor([0, 1]))
+    assert len(losses) == len(set(losses)) == 3
+    assert len(step.plans) == 2
+
+
 def test_within_a_memory_limit() -> None:
     def build() -> Built:
         torch.manual_seed(0)

@@ -156,6 +156,11 @@ def _lies_elsewhere(package: str, module: types.ModuleType) -> bool:
     return True
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file lies where the standard library or packages are installed."""
+    return os.path.normcase(file).startswith(_PLACES)
+
+
 def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
     """Whether a function is of a library, told by its code and its module's names.
 

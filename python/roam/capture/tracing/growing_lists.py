@@ -25,6 +25,7 @@ import torch
 from roam.capture.tracing.source_location import is_user_code
 from roam.own_code import is_own_file
 from roam.state.growing_lists import OWN_CODE, Growing, GrowingStandIn, Recorded
+from roam.state.library_code import is_installed
 
 _ASKED: Final[list[Any]] = [
     vars(base).get("__instancecheck__")
@@ -40,7 +41,7 @@ _KEEPS: Final = frozenset(
 _FINDS: Final = frozenset(
     {
         "__globals__", "_current_frames", "_getframe", "currentframe", "eval", "exec", "f_back", "get_objects",
-        "get_referents", "get_referrers", "globals", "import_module", "modules",
+        "get_referents", "get_referrers", "globals", "import_module",
     }
 )  # fmt: skip
 """Names of what finds values where no walk over a step's state does."""
@@ -81,6 +82,9 @@ class GrowingLists:
         """To be called before a trace runs the step."""
         for one in self._recorded:
             one.begin()
+        if _watches:  # which holds them, too
+            values = [one.value for one in self._recorded]
+            _watches[-1].stand_ins = values, _counts(values)
         self._held = self._holders()
 
     def added(self) -> list[list[Any]]:
@@ -127,6 +131,21 @@ class Watch:
 
     raised: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     gives_away: bool = False
+    stand_ins: tuple[list[Any], list[int]] = field(default_factory=lambda: ([], []))
+    """Those of the trace that runs, each with how often it is held when nothing of the step's holds
+    it."""
+
+    def is_one_held(self) -> bool:
+        """Whether something of the step's, such as the arguments of a call, holds a stand-in."""
+        values, held = self.stand_ins
+        return _counts(values) != held
+
+
+_watches: Final[list[Watch]] = []
+
+
+def _counts(values: list[Any]) -> list[int]:
+    return [_count(value) for value in values]
 
 
 @contextmanager
@@ -146,21 +165,39 @@ def watched() -> Iterator[Watch]:
         if is_users is None:
             is_users = known[code] = is_user_code(code) or _is_typed_in(code.co_filename)
         if is_users:
-            watch.gives_away |= not _FINDS.isdisjoint(code.co_names)
+            watch.gives_away = watch.gives_away or _may_find(frame)
             frame.f_trace_lines = False
             return passes
-        if not watch.gives_away and _is_given_one(frame):
+        if not watch.gives_away and watch.is_one_held() and _is_given_one(frame):
             watch.gives_away = not (
                 code in OWN_CODE or code in _KEEPS or is_own_file(code.co_filename)
             )
         return None
 
     before = sys.gettrace()
+    _watches.append(watch)
     sys.settrace(begins)
     try:
         yield watch
     finally:
         sys.settrace(before)
+        _watches.pop()
+        watch.stand_ins = [], []
+
+
+def _may_find(frame: FrameType) -> bool:
+    """Whether the user's own code may find a list by a name that it computes. Libraries do not look
+    for one.
+    """
+    names = frame.f_code.co_names
+    if is_installed(frame.f_code.co_filename):
+        return False
+    if not _FINDS.isdisjoint(names):
+        return True
+    held = (*map(frame.f_globals.get, names), *frame.f_locals.values())
+    return "modules" in names and (
+        "sys" in names or any(value is sys or value is sys.modules for value in held)
+    )
 
 
 def _is_typed_in(file: str) -> bool:
