@@ -161,7 +161,9 @@ def test_a_run_leaves_the_same_bits(kind: Any, options: dict[str, Any], tmp_path
         tmp_path / "plans", kind, lambda module: steps.append(subject.compile(module)), **options
     )
     assert_same_bits(plain, planned)
-    assert len(steps[0].plans) <= 6
+    # Batches that begin, go on and end an update, before and after the optimizer has state, and one
+    # that begins and ends an update, the last of an epoch.
+    assert len(steps[0].plans) <= 7
 
 
 @pytest.mark.sweep

@@ -115,7 +115,8 @@ def test_a_budget_chooses_within_regions(kind: str, reentrant: bool, pool: bool 
     trained(kind, reentrant, own)
     plan = own.memory()
     local_bytes = plan.total_bytes - plan.persistent_bytes
-    budget_bytes = plan.persistent_bytes + int(0.95 * local_bytes)
+    share = 0.98 if pool else 0.95  # with a pool, less is found on some processors
+    budget_bytes = plan.persistent_bytes + int(share * local_bytes)
     step = roam.compile(train_step, memory=budget_bytes, pool=pool)
     assert_same_bits(trained(kind, reentrant, train_step), trained(kind, reentrant, step))
     objects = made(kind, reentrant)
