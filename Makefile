@@ -203,8 +203,8 @@ release:
 	done
 	ls -l $(DIST)
 
-# While packages arrive, a core compiles the planner and its tests, once for both. While mypy thinks, the planner's tests
-# run. The Python tests have the machine to themselves.
+# While packages arrive, a core compiles the planner and its tests, in one profile, so that most packages serve both. While
+# mypy thinks, the planner's tests run. The Python tests have the machine to themselves.
 ci: export CARGO_INCREMENTAL = 0
 ci: export WHEEL_PROFILE = checked
 ci:
