@@ -117,31 +117,31 @@ def _attribute(train: Step) -> Built:
     return trainer.step, trainer.history
 
 
+def _logged(train: Step, holder: Any) -> Built:
+    """A step that appends to an attribute of an object or class."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = train(x, y)
+        holder.history.append(loss.item())
+        return loss
+
+    return step, holder.history
+
+
 def _slot(train: Step) -> Built:
     class Trainer:
         __slots__ = ("history",)
 
     trainer = Trainer()
     trainer.history = []
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = train(x, y)
-        trainer.history.append(loss.item())
-        return loss
-
-    return step, trainer.history
+    return _logged(train, trainer)
 
 
 def _class_attribute(train: Step) -> Built:
     class Log:
-        losses: list[float] = []  # noqa: RUF012 - as users write it
+        history: list[float] = []  # noqa: RUF012 - as users write it
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = train(x, y)
-        Log.losses.append(loss.item())
-        return loss
-
-    return step, Log.losses
+    return _logged(train, Log)
 
 
 def _entry(train: Step) -> Built:

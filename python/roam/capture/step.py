@@ -213,7 +213,7 @@ class Known:
     recorded: Program = field(default_factory=Program)
 
     def read(self, lists: Collection[str]) -> None:
-        """Notes that the step may depend on lists that were taken for such that only grow."""
+        """Notes that the step may depend on lists to which it seemed only to add."""
         self.growing -= set(lists)
         self.not_growing |= set(lists)
 
@@ -393,7 +393,8 @@ def capture_step(
         answers = Answers() if answers is None else answers
         reads, settles, from_none = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
-        blamed: tuple[set[str], CaptureError] | None = None  # lists that grow, for an error
+        blamed: tuple[set[str], CaptureError] | None = None
+        # The lists that grow, and an error that what is in their places may have caused.
         try:
             with marked_fakes() as are_left:
                 while True:
@@ -470,12 +471,12 @@ def _captured(
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
 
-    def reached() -> Reach:
+    def reached(reads: Reads) -> Reach:
         return reach_of(
             train_step, args, kwargs, reads, opened, known.renewed, taker.closed, known.growing
         )
 
-    reach = reached()
+    reach = reached(reads)
     if reach.cannot_grow:
         known.read(reach.cannot_grow)
         raise _Grows
@@ -483,7 +484,7 @@ def _captured(
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:
-        reach = reached()
+        reach = reached(reads)
     if reads.is_narrow or reads.everything:
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
@@ -541,7 +542,7 @@ def _captured(
             code="no_repeated_blocks",
         )  # fmt: skip
     held_elsewhere = reach.held_elsewhere
-    reach = _what_was_read(reach, train_step, args, kwargs, known, opened)
+    reach = _what_was_read(reach, reached, known)
     reach.held_elsewhere = held_elsewhere
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
@@ -592,15 +593,13 @@ def _captured(
     )
 
 
-def _what_was_read(
-    reach: Reach,
-    train_step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: Known,
-    opened: Collection[int],
-) -> Reach:
+def _what_was_read(reach: Reach, reached: Callable[[Reads], Reach], known: Known) -> Reach:
     """What of a traced step's reach is to be guarded.
+
+    Args:
+        reach: of the trace.
+        reached: gives the step's reach, once more.
+        known: of earlier captures of the step.
 
     Raises:
         ReadMore: the trace was made with more tensors, optimizers or live numbers than that.
@@ -608,17 +607,7 @@ def _what_was_read(
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
     changing = known.numbers
-    reads = reach.reads.narrow()
-    narrow = reach_of(
-        train_step,
-        args,
-        kwargs,
-        reads,
-        opened,
-        known.renewed,
-        known.taker.closed,
-        known.growing,
-    )
+    narrow = reached(reach.reads.narrow())
     _close_shared(narrow, known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
@@ -629,7 +618,7 @@ def _what_was_read(
 
 
 def _close_shared(reach: Reach, known: Known) -> None:
-    """Has containers among the arguments that the step's state holds too count as state.
+    """Counts the containers among the arguments as state that the step's state holds too.
 
     Raises:
         ReadMore: there are such containers, and the trace had others in their places.
@@ -933,7 +922,7 @@ class _Tracer:
         return programs[:1]
 
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
-        """Looks after a trace whether the step may depend on lists that were to grow only.
+        """Checks, after a trace, whether the step may depend on what is in the lists that grow.
 
         Raises:
             _Grows: it may.

@@ -19,7 +19,7 @@ import torch
 
 from roam.garbage import referrers
 from roam.state.equality import MISSING, changed, show
-from roam.state.library_code import is_library, is_library_code
+from roam.state.library_code import is_library, is_library_code, nested_code
 from roam.state.reach import Reach
 from roam.torch_compat.private import FakeTensor
 
@@ -103,7 +103,7 @@ class Reliance:
         if len(self.code) == self._looked_at:
             return []
         self._looked_at = len(self.code)
-        known = set(chain.from_iterable(map(_nested, reach.code)))
+        known = set(chain.from_iterable(map(nested_code, reach.code)))
         ran = [
             code
             for code, names in self.code.items()
@@ -277,13 +277,6 @@ def _classes_around(code: dict[types.CodeType, Names]) -> Iterator[type]:
             if not isinstance(value, type) or issubclass(value, FakeTensor):
                 break  # capture itself replaces methods of fake tensors
             yield value
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
 
 
 def _function_names(kind: type) -> list[str]:

@@ -8,7 +8,7 @@ import enum
 import struct
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -153,6 +153,12 @@ def same_elements(expected: Any, value: Any) -> bool:
     ones are compared by type and value, others by identity.
     """
     return len(expected) == len(value) and all(map(same, expected, value))
+
+
+def pattern(values: Iterable[Hashable]) -> list[int]:
+    """Which values are equal: for each, the place of the first that is equal to it."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(value, place) for place, value in enumerate(values)]
 
 
 class Difference(str):

@@ -137,8 +137,8 @@ class Recorded:
         return held[len(self._before) :]
 
     def has_moved(self) -> bool:
-        """Whether the real list holds something else than before, which it then does no more: the
-        step has got at it in an unknown way.
+        """Whether the step has changed the real list, which it has found in an unknown way. The
+        list then gets back what it held.
         """
         if _are_same(list(self.growing.container), self._before):
             return False

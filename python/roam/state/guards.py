@@ -34,6 +34,7 @@ from roam.state.equality import (
     is_hashed_by_value,
     is_numpy_array,
     is_plain,
+    pattern,
     same,
     same_elements,
     show,
@@ -177,7 +178,7 @@ class Guards:
         ]
         self._table = Table(tensors)
         self._storages = list(map(storage_of, tensors))
-        self._aliasing = _pattern(self._storages)
+        self._aliasing = pattern(self._storages)
         # Only tensors that share memory can be one and the same.
         counts = Counter(self._aliasing)
         self._sharing = [place for place, first in enumerate(self._aliasing) if counts[first] > 1]
@@ -333,7 +334,7 @@ class Guards:
                 return failure
         storages = list(map(storage_of, (*self._fixed_tensors, *values)))
         if storages != self._storages:
-            if _pattern(storages) != self._aliasing:
+            if pattern(storages) != self._aliasing:
                 return "the tensors that the step reaches do not share memory as before"
             self._storages = storages
             self._first_places = _first_places(storages)
@@ -345,7 +346,7 @@ class Guards:
 
     def _identities_among(self, tensors: list[Any]) -> list[int]:
         """Which of the tensors that share memory are one and the same."""
-        return _pattern([id(tensors[place]) for place in self._sharing])
+        return pattern([id(tensors[place]) for place in self._sharing])
 
     def _metadata_failure(self) -> str | None:
         for path, tensor, expected in self._fixed:
@@ -361,7 +362,7 @@ class Guards:
 
     def _group_pattern(self) -> list[int]:
         """Which optimizers have groups in common, as an optimizer that wraps another has."""
-        return _pattern(
+        return pattern(
             [id(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         )
 
@@ -616,7 +617,8 @@ class ArgGuard:
                 return changed(path, show(expected), show(value))
         if self._held_by_state(taken, args, kwargs) != self._held:
             return (
-                "other objects among the arguments are the same, or the step's state holds others"
+                "other arguments than before are one and the same object, or the step's state "
+                "holds others of them"
             )
         if self._alias(leaves) != self._aliasing:
             return (
@@ -649,15 +651,13 @@ class ArgGuard:
         storages = list(map(storage_of, tensors))
         owned = self._guards.storage_indices() if self._guards else {}
         owners = [owned.get(storage, -1) for storage in storages]
-        same_tensors = (
-            _pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
-        )
+        same_tensors = pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
         held = [
             self._guards.place_of(tensor)
             for tensor, owner in zip(tensors, owners, strict=True)
             if self._guards and owner >= 0
         ]
-        return _pattern(storages), owners, same_tensors, held
+        return pattern(storages), owners, same_tensors, held
 
 
 def _keys_in(spec: Any) -> tuple[Any, ...]:
@@ -734,12 +734,6 @@ def _holder(space: Space) -> Any:
 def _first_places(storages: list[int]) -> dict[int, int]:
     """Each storage with its first place."""
     return {storage: len(storages) - 1 - place for place, storage in enumerate(reversed(storages))}
-
-
-def _pattern(storages: list[int]) -> list[int]:
-    """For each, the place of the first that is the same."""
-    first: dict[int, int] = {}
-    return [first.setdefault(storage, index) for index, storage in enumerate(storages)]
 
 
 def _show(expected: Any) -> str:

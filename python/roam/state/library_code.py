@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -143,7 +143,7 @@ def _lies_elsewhere(package: str, module: types.ModuleType) -> bool:
     if not isinstance(place, str) or package == "__main__":
         return False  # it is built in
     path = os.path.normcase(os.path.abspath(place))
-    if path.startswith((*_PLACES, _PYTORCH)) or "-packages" in path or ".zip" in path:
+    if is_installed(path) or path.startswith(_PYTORCH) or "-packages" in path or ".zip" in path:
         return False
     for name in importlib.metadata.packages_distributions().get(package, [package]):
         try:
@@ -200,6 +200,14 @@ def _home_of(kind: type) -> object:
         ):
             return base.__module__
     return kind.__module__
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.equality import attributes_of
+from roam.state.equality import attributes_of, pattern
 from roam.state.made_objects import is_bare, together
 from roam.torch_compat.private import pytree
 
@@ -142,12 +142,11 @@ def pattern_of(containers: list[Any]) -> list[int]:
     names = [id(one) for one in containers if one is not _EMPTY]
     if len(set(names)) == len(names):
         return []
-    first: dict[int, int] = {}
-    return [first.setdefault(id(one), place) for place, one in enumerate(containers)]
+    return pattern(map(id, containers))
 
 
-def joined(tree: Any, pattern: list[int], closed: Collection[int] = ()) -> Any:
-    """A tree of new containers in which those are the same that a pattern says."""
+def joined(tree: Any, places: list[int], closed: Collection[int] = ()) -> Any:
+    """A tree of new containers in which those are the same that `pattern_of` says, as places."""
     made = list[Any]()
 
     def walk(node: Any) -> Any:
@@ -174,11 +173,11 @@ def joined(tree: Any, pattern: list[int], closed: Collection[int] = ()) -> Any:
             else:
                 node = pytree.tree_unflatten(others, spec)
         if is_counted:
-            made[place] = made[pattern[place]] if pattern[place] < place else node
+            made[place] = made[places[place]] if places[place] < place else node
             return made[place]
         return node
 
-    return walk(tree) if pattern else tree
+    return walk(tree) if places else tree
 
 
 def _is_container(node: Any) -> bool:

@@ -108,7 +108,7 @@ def _multilabel_margin_loss(args: Any, result: Any) -> Any:
 
 
 def _bags(args: Any, result: Any) -> Any:
-    """The quick way to add up rows, which needs no list of their bags, is open to bfloat16 too."""
+    """PyTorch adds up rows of bfloat16, too, in its quick way, which makes no list of the bags."""
     defaults = (False, 0, False, None, False, -1)
     given = (*args, *defaults[len(args) - 3 :])
     weight, mode, scale, padding = given[0], given[4], given[6], given[8]

@@ -36,7 +36,7 @@ from roam.state.arguments import Taker, argument_path
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
-from roam.state.equality import MISSING, is_plain
+from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.metadata import layout_over_devices, storage_of
 from roam.state.reach import Reach
 from roam.state.references import (
@@ -460,8 +460,7 @@ class FakeState:
         held = [*(reference.get() for reference in self.places), *map(self._fake, self.leaves)]
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         found = [*map(id, tensors), *map(storage_of, tensors)]
-        first: dict[int, int] = {}
-        return [first.setdefault(value, place) for place, value in enumerate(found)]
+        return pattern(found)
 
     def has_histories(self) -> bool:
         """Whether any tensor has a gradient history from before the step."""

@@ -83,6 +83,7 @@ OWN_BATCHES: Final = (
     "let the step take one batch as its argument, and go through the loader outside of it, as in "
     "for batch in loader: step(batch)"
 )
+"""What to change where a step goes through a loader."""
 
 
 @contextmanager
@@ -294,10 +295,8 @@ def stand_ins_placed(
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
-        stack.enter_context(
-            fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
-        )
         tables = fake_state.globals_of_users()
+        stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
         for name, stand_in in conversions(recorder).items():
             function = _in_trace(recorder, getattr(builtins, name), stand_in)
             calling = only_calling(tables, fake_state.reach.code, name)

@@ -1,9 +1,9 @@
 """`float(x)` and `int(x)` in the user's code, where `x` is a tensor or a number that changes from
 call to call.
 
-Python requires plain numbers of these two, and a plan would keep those of the capture. So while a
-step is traced, the names mean functions that give the number of `x.item()`, with which the step
-may go on to calculate.
+Both classes make plain numbers only, and a plan would keep those of the capture. So while a step
+is traced, the two names mean functions, which give the number of `x.item()`. The step may go on to
+calculate with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from roam.state.library_code import nested_code
 from roam.state.live_scalars import is_live
 from roam.state.trace_context import TraceContext
 
@@ -82,15 +83,13 @@ def _code(table: dict[str, Any]) -> Iterator[types.CodeType]:
 
 def _is_value(code: types.CodeType, name: str) -> bool:
     """Whether code, or a function in it, loads a global for anything but a call."""
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return any(_is_value(one, name) for one in inner) or (
-        name in code.co_names
-        and any(
-            one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-            and one.argval == name
-            and not (one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1)
-            for one in dis.get_instructions(code)
-        )
+    return any(
+        one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        and one.argval == name
+        and not (one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1)
+        for part in nested_code(code)
+        if name in part.co_names
+        for one in dis.get_instructions(part)
     )
 
 

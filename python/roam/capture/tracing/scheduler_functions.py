@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from roam.capture.compiled.frames import contents_of
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.equality import attributes_of, same
+from roam.state.library_code import nested_code
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.references import AttributeReference
 
@@ -113,9 +115,7 @@ def _codes_of(scheduler: Any) -> Iterator[CodeType]:
         elif type(value) is FunctionType:
             if is_user_code(value.__code__):
                 yield value.__code__
-                waiting += [
-                    cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)
-                ]
+                waiting += map(contents_of, value.__closure__ or ())
                 waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif type(value) in (list, tuple):
             waiting += value
@@ -131,28 +131,15 @@ def _methods_of(kind: type) -> list[Any]:
     return [value for value in functions if type(value) is FunctionType]
 
 
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
 def _names_in(codes: list[CodeType], fake_state: FakeState) -> frozenset[str]:
     """The names in code, and in that of the users' functions that it may call by them."""
     names, waiting, met = set[str](), list(codes), set[CodeType]()
     others = [code for code in fake_state.reach.code if is_user_code(code)]
     while waiting:
-        code = waiting.pop()
-        if code in met:
-            continue
-        met.add(code)
-        names.update(code.co_names, code.co_freevars)
-        for constant in code.co_consts:
-            if type(constant) is CodeType:
-                waiting.append(constant)
-            elif type(constant) is str:
-                names.add(constant)
+        for code in nested_code(waiting.pop()):
+            met.add(code)
+            texts = (constant for constant in code.co_consts if type(constant) is str)
+            names.update(code.co_names, code.co_freevars, texts)
         if not waiting:
             waiting += [
                 one for one in others if one not in met and one.co_name in {*names, "<lambda>"}
