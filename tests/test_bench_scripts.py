@@ -46,7 +46,7 @@ def raising(loss: Any) -> Any:
 
 
 def deciding(loss: Any) -> Any:
-    return loss * round(loss.item())
+    return loss * hash(loss.item())
 
 
 def test_equal() -> None:

@@ -275,8 +275,8 @@ def test_numbers_made_of_sizes_decide_shapes() -> None:
 HISTORY: list[Any] = []
 
 
-def printing(loss: torch.Tensor) -> Any:
-    print(loss.item())  # value
+def keeping_a_text(loss: torch.Tensor) -> Any:
+    HISTORY.append(str(loss.item()))  # value
     return loss
 
 
@@ -285,13 +285,13 @@ def formatting(loss: torch.Tensor) -> Any:
     return loss
 
 
-def printing_a_tensor(loss: torch.Tensor) -> Any:
-    print(loss)  # value
+def changing_a_text(loss: torch.Tensor) -> Any:
+    print(repr(loss).strip())  # value
     return loss
 
 
-def rounding(loss: torch.Tensor) -> Any:
-    return loss * round(loss.item())  # value
+def hashing(loss: torch.Tensor) -> Any:
+    return loss * hash(loss.item())  # value
 
 
 def appending(loss: torch.Tensor) -> Any:
@@ -322,7 +322,7 @@ def other_storage(loss: torch.Tensor) -> Any:
 
 
 def converting(loss: torch.Tensor) -> Any:
-    return torch.tensor(round(loss.item()))  # value
+    return torch.tensor(hash(loss.item()))  # value
 
 
 def stopping(loss: torch.Tensor) -> Any:
@@ -333,10 +333,10 @@ class TestRefuses:
     @pytest.mark.parametrize(
         "hostile",
         [
-            printing,
+            keeping_a_text,
             formatting,
-            printing_a_tensor,
-            rounding,
+            changing_a_text,
+            hashing,
             data_shape,
             mask_shape,
             other_storage,

@@ -460,7 +460,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("draw", "code"),
         [
-            (lambda: round(torch.randint(0, 2, ()).item()), "value_reached_python"),
+            (lambda: hash(torch.randint(0, 2, ()).item()), "value_reached_python"),
             (lambda: random.random() < 0.5, "moved"),
             (lambda: np.random.random() < 0.5, "moved"),
         ],
@@ -476,7 +476,7 @@ class TestRefusals:
     def test_of_a_number_made_of_a_loss_say_nothing_of_chance(self) -> None:
         def body(model, x, mask):
             loss = functional.dropout(model(x)).square().mean()
-            return loss * round(loss.item())
+            return loss * hash(loss.item())
 
         assert "chance" not in str(refused(body, *MASKS[0]))
 

@@ -514,7 +514,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "unknown_tensor": _from_elsewhere,
     "unsettled": _given(lambda my: _replace(my, "optimizer", _Adding(my.model.parameters(), 0.1))),
     "unstable": _unlike_itself,
-    "value_reached_python": _between(lambda my, loss: round(loss.item()) and loss.sin()),
+    "value_reached_python": _between(lambda my, loss: hash(loss.item()) and loss.sin()),
     "wrapped_place": _behind_a_view,
 }
 """What is refused, by its code."""

@@ -191,8 +191,8 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "numpy": (lambda my, x, loss: float(x.numpy().sum()), "value_reached_python"),
     "asarray": (lambda my, x, loss: float(np.asarray(x).sum()), "value_reached_python"),
     "values of a storage": (lambda my, x, loss: sum(x.untyped_storage().tolist()), "step_raised"),
-    "tolist": (lambda my, x, loss: round(sum(map(sum, x.tolist()))), "value_reached_python"),
-    "item": (lambda my, x, loss: round(loss.item()), "value_reached_python"),
+    "tolist": (lambda my, x, loss: hash(sum(map(sum, x.tolist()))), "value_reached_python"),
+    "item": (lambda my, x, loss: hash(loss.item()), "value_reached_python"),
     "repr": (lambda my, x, loss: len(repr(x)), "value_reached_python"),
     "text": (lambda my, x, loss: len(f"{loss}"), "value_reached_python"),
 }

@@ -54,7 +54,7 @@ class TestHooksOnModules:
     def test_that_look_at_a_value_are_refused(self) -> None:
         model = Block()
         model.register_full_backward_hook(
-            lambda module, grad_input, grad_output: print(grad_output[0].norm().item())
+            lambda module, grad_input, grad_output: hash(grad_output[0].norm().item())
         )
         step = recomputing_step()[0]
         error = refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from itertools import combinations_with_replacement
@@ -14,6 +15,7 @@ import torch
 from roam.program.bits import differ
 from roam.program.ir import Call, ComputedGuard, Program, Ref, substitute
 from roam.state.equality import same
+from roam.state.messages import BLANK
 from roam.state.references import ArgumentReference, Skeleton
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -55,6 +57,11 @@ def difference(first: Program, second: Program) -> str | None:
     ):
         if one_value != other_value:
             return f"the {what} differ"
+    for one_text, other_text in zip(first.messages, second.messages, strict=True):
+        if one_text != other_text:
+            return (
+                f"it prints {_shown(one_text)} in one trace, and {_shown(other_text)} in the other"
+            )
     if not _same_values(first.plain_state, second.plain_state):
         return "the plain values left behind differ"
     if not _is_resized(first.result[0], second.result[0], set()):
@@ -410,9 +417,31 @@ def agrees(live: Program, plain: Program) -> bool:
     constants = [constant for constant in plain.constants if constant[1] not in literals]
     return (
         place == len(kernels)
-        and _fits(live, live.result[0], plain.result[0])
+        and _fits(live, _without_messages(live), _without_messages(plain))
+        and len(live.messages) == len(plain.messages)
+        and all(map(_fits_text, live.messages, plain.messages))
         and _same_constants(live.constants, constants)
     )
+
+
+def _without_messages(program: Program) -> list[Any]:
+    """The leaves of a program's result but for those of messages."""
+    leaves, spec = program.result
+    if not program.messages:
+        return list(leaves)
+    *_, added, last = spec.children()
+    end = len(leaves) - last.num_leaves
+    return [*leaves[: end - added.children()[-1].num_leaves], *leaves[end:]]
+
+
+def _fits_text(live: str, plain: str) -> bool:
+    """Whether plain numbers in the place of live ones may lead from one message to another."""
+    pattern = ".*".join(map(re.escape, live.split(BLANK)))
+    return re.fullmatch(pattern, plain, re.DOTALL) is not None
+
+
+def _shown(text: str) -> str:
+    return repr(text.split("\0")[0].replace(BLANK, "..."))
 
 
 def _tensor_of_numbers(program: Program, kernels: list[Call], place: int) -> int | None:

@@ -391,6 +391,9 @@ class Program:
     """(reference, (shape, strides, offset)): arguments whose shape the step changes in place."""
     growing: list[tuple[str, Any]] = field(default_factory=list)
     """(path, list): lists of the step's state to which it adds, in the order of `Left.added`."""
+    messages: list[str] = field(default_factory=list)
+    """What the step prints and logs, with `BLANK` for what only a run knows. If there is any, it is
+    the last of `Left.added`."""
     overwritten: list[Any] = field(default_factory=list)
     """References to attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)

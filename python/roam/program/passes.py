@@ -319,6 +319,7 @@ def _renumber(
     result.state_order = list(program.state_order)
     result.reshaped = list(program.reshaped)
     result.growing = list(program.growing)
+    result.messages = list(program.messages)
     result.overwritten = list(program.overwritten)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)

@@ -103,9 +103,10 @@ class LiveNode:
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.trace.refuse(
-            f"Python needs the number from {self.origin} itself here, as float(), round(), text, a "
-            "size and an index do, and a plan would keep the number of the capture; if you only "
-            "calculate with it, leave out what asks for it, and write x.item() for float(x); "
+            f"Python needs the number from {self.origin} itself here, as text that is kept, a size "
+            "and an index do, and a plan would keep the number of the capture; if you only "
+            "calculate with it, leave out what asks for it, and write x.item() for float(x); to "
+            'show it, write print(f"{x.item():.3f}"), with the f-string in the call; '
             f"{LOOK_UP}; otherwise {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
@@ -273,6 +274,41 @@ def _of_value(function: Any) -> Callable[..., Any]:
     return method
 
 
+def nearest(number: float) -> int:
+    """As `round` does with one argument."""
+    return round(number)
+
+
+ROUNDING: Final = (math.trunc, math.floor, math.ceil)
+"""Functions of Python's own that give integers, besides `nearest`."""
+
+
+def _integer(function: Callable[[Any], int]) -> Callable[[Any], Any]:
+    def method(self: Any) -> Any:
+        known = self.node.trace.fixed_value(self.node.slot)
+        return self.node.trace.scalar_call(function, (self,)) if known is None else function(known)
+
+    return method
+
+
+def _rounded(self: Any, digits: Any = None) -> Any:
+    if digits is None:
+        return _integer(nearest)(self)
+    if type(digits) is not int:
+        return round(self.node._value(), digits)
+    return self.node.trace.scalar_call(round, (self, digits))
+
+
+def _text(function: Callable[..., str]) -> Callable[..., str]:
+    """A method that gives the text of the number: a mark for it, in what the step prints."""
+
+    def method(self: Any, *form: str) -> str:
+        mark = self.node.trace.text(self, function.__name__, *form)
+        return function(self.node._value(), *form) if mark is None else mark
+
+    return method
+
+
 def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
         if any(isinstance(other, _OTHERS) for other in others):
@@ -350,10 +386,12 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{
         f"__{name}__": _of_value(function)
         for name, function in {
-            "float": float, "int": int, "index": operator.index, "trunc": math.trunc, "round": round,
-            "floor": math.floor, "ceil": math.ceil, "hash": hash, "repr": repr, "str": str, "format": format,
+            "float": float, "int": int, "index": operator.index, "hash": hash,
         }.items()
     },
+    **{f"__{function.__name__}__": _integer(function) for function in ROUNDING},
+    "__round__": _rounded,
+    **{f"__{function.__name__}__": _text(function) for function in (repr, str, format)},
     **{
         f"__{name}__": _comparison(function)
         for name, function in {

@@ -40,6 +40,9 @@ class TraceContext(Protocol):
     def remedy(self, slot: int) -> str:
         """What to write instead of code that a number's value decides."""
 
+    def text(self, number: Any, asks: str, form: str = "") -> str | None:
+        """A mark in the place of a number's text, if only a message shows the text; None if not."""
+
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records arithmetic on numbers that change from step to step."""
 

@@ -42,6 +42,8 @@ _APART = "a step that looks for fake tensors is refused"
 _NO_APART = "a plan is made of the way that the step goes on fake tensors alone"
 _VALUE = "the value of a tensor reaches Python: answered by what a run has shown, or refused"
 _NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
+_MESSAGE = "what a step prints and logs is recorded, and each run gives it out"
+_NO_MESSAGE = "a step prints while it is captured, and not in later calls"
 _GENERATOR = "what reads, seeds and sets random generators is recorded as calls"
 _NO_GENERATOR = "checkpointing draws another mask when it computes anew"
 _COMPILED = "a call of what torch.compile has compiled is recorded as one operator"
@@ -83,6 +85,9 @@ PATCHES: Final = (
     Patch("copy", ("_reconstruct",), "draws from copies of random generators of Python's or NumPy's are refused",
           "a plan freezes what chance has decided at capture"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
+    Patch("builtins", ("print",), _MESSAGE, _NO_MESSAGE),
+    Patch("logging.Logger", ("debug", "info", "warning", "warn", "error", "critical", "fatal", "log", "exception"),
+          _MESSAGE, _NO_MESSAGE),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),
     Patch("gc", ("get_referrers", "get_referents"), _IDENTITY, _NO_IDENTITY),

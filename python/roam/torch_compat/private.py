@@ -1366,6 +1366,21 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_of_dynamo(type(module).__module__) or module._compiled_call_impl is not None
 
 
+# -- texts of tensors
+
+
+def name_of_node(node: Any) -> str:
+    """The name by which the text of a tensor shows one of autograd's nodes."""
+    name = type(node).__name__
+    return node.name().rsplit("::", 1)[-1] if name == "CppFunction" else name
+
+
+def tensor_text(tensor: torch.Tensor, suffix: str) -> str:
+    """The text of a tensor that has no gradient, with what that of another one says of its own."""
+    text = repr(tensor)
+    return torch._tensor_str._add_suffixes(text[:-1], [suffix], 7, False) if suffix else text
+
+
 # -- what patches replace
 
 C: Any = torch._C
@@ -1493,6 +1508,7 @@ __all__ = [
     "matmul_precision",
     "may_compile",
     "mesh_class",
+    "name_of_node",
     "neg_view",
     "next_sequence_number",
     "node_class",
@@ -1547,6 +1563,7 @@ __all__ = [
     "subclass_of",
     "suggest_memory_format",
     "take_from_place",
+    "tensor_text",
     "tensor_uses",
     "to_device",
     "tracing_context",

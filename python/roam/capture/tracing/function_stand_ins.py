@@ -100,11 +100,14 @@ def stand_ins_placed(
     def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
+        text = recorder.messages.text(tensor, name.strip("_"), form)
+        if text is not None and (not form or tensor.dim() == 0):
+            return text
         if name == "__format__" and tensor.dim() == 0 and not _is_floating(tensor):
             return format(tensor.item(), form)  # which may be known, if the batch decides it
         recorder.refuse(
-            "the step prints a tensor, whose value does not exist during capture; "
-            "return it, and print it outside of the step",
+            "the step makes a text of a tensor, whose values do not exist during capture; give the "
+            "tensor itself to print(), or return it, and make the text outside of the step",
             code="value_reached_python",
         )
 
@@ -292,6 +295,8 @@ def stand_ins_placed(
         copies = CopiedGenerators(source for _, source in fake_state.reach.random_sources)
         make = copy._reconstruct  # type: ignore[attr-defined]
         replace(copy, "_reconstruct", copies.stand_in(make))
+        for holder, name, stand_in in recorder.messages.stand_ins():
+            replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))

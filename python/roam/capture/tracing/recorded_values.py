@@ -19,6 +19,7 @@ from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
 from roam.capture.tracing.dynamic_shapes import Decided, contents_of, shape_refusal
+from roam.capture.tracing.messages import Messages
 from roam.capture.tracing.recorded_slots import UNKNOWN, Places, Slots
 from roam.capture.tracing.rng import Watch
 from roam.capture.tracing.scalar_guards import (
@@ -44,7 +45,7 @@ from roam.program.ir import (
 )
 from roam.state.equality import MISSING
 from roam.state.global_state import ANOMALY
-from roam.state.live_scalars import MATH, LiveFloat, LiveInt, LiveNode
+from roam.state.live_scalars import MATH, ROUNDING, LiveFloat, LiveInt, LiveNode, nearest
 from roam.state.references import ArgumentReference, OptimizerReference
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import (
@@ -57,6 +58,7 @@ from roam.torch_compat.private import (
 aten = torch.ops.aten
 
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
+_GIVE_INTEGERS = {int, nearest, *ROUNDING}
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
@@ -102,6 +104,7 @@ class Values(Slots):
     ) -> None:
         super().__init__(frames, real_arguments, kernels, watch, results)
         self.is_over = False
+        self.messages = Messages(self)
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
@@ -192,13 +195,17 @@ class Values(Slots):
         """
         self.late_lists[id(numbers)] = numbers, self.unknown(origin, reference)
 
+    def text(self, number: Any, asks: str, form: str = "") -> str | None:
+        """A mark in the place of a number's text, if only a message shows the text; None if not."""
+        return self.messages.text(number, asks, form)
+
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
         phase, source = self.frames.here()
         gives_integer = function not in _GIVE_FLOATS
         arguments = []
         for operand in operands:
-            if isinstance(operand, (float, torch.SymFloat)) and function is not int:
+            if isinstance(operand, (float, torch.SymFloat)) and function not in _GIVE_INTEGERS:
                 gives_integer = False
             if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
                 arguments.append(operand)

@@ -46,6 +46,7 @@ from roam.state.arguments import Taken
 from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
+from roam.state.messages import OUTLET, PATH, outline
 from roam.state.references import (
     OptimizerReference,
     PlaceReference,
@@ -168,14 +169,20 @@ def trace(
             fake_state.growing.begin()
             try:
                 result = _run(step, args, kwargs)
-            except CaptureError:
+            except CaptureError as error:
                 fake_state.regions.check_failure()
+                recorder.messages.check(error)
                 raise
+            recorder.messages.check()
+            recorder.messages.check_clock(fake_state.reach.code)
             reductions.check()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
         recorder.program.growing = fake_state.growing.lists()
+        if recorder.messages.all:
+            recorder.program.growing.append((PATH, OUTLET))
+            recorder.program.messages = list(map(outline, recorder.messages.all))
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor
@@ -217,7 +224,10 @@ def _left(
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
         try:
-            left = containers.left(result, recorder.late_lists, fake_state.growing.added())
+            added = fake_state.growing.added()
+            if messages := recorder.messages.all:
+                added.append(messages)
+            left = containers.left(result, recorder.late_lists, added)
         except Unrecordable:
             raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
