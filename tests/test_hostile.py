@@ -14,6 +14,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -854,14 +855,14 @@ class TestExceptions:
 class TestWhatTracingCannotSee:
     """Examples of docs/explanation/guards.md and of the pages that belong to it."""
 
-    def test_prints_and_files_are_written_at_capture_and_never_again(
+    def test_streams_are_written_at_capture_and_never_again(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         my = make()
 
         @roam.compile
         def step(x, y):
-            print("a step")
+            sys.stdout.write("a step\n")
             return train(my, x, y)
 
         data = batches(4)

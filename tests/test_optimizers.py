@@ -255,16 +255,16 @@ class TestNumbersOfGroups:
         assert len(step.plans) == 2
 
     def test_a_rate_that_python_looks_at_is_refused(self) -> None:
-        class Printing(torch.optim.SGD):
+        class Hashing(torch.optim.SGD):
             def step(self) -> None:  # type: ignore[override]
-                print(self.param_groups[0]["lr"])
+                hash(self.param_groups[0]["lr"])
 
         model = Net()
         with pytest.raises(roam.CaptureError, match="Python needs the number"):
             roam.capture(
                 train_step,
                 model,
-                Printing(model.parameters(), lr=0.1),
+                Hashing(model.parameters(), lr=0.1),
                 torch.randn(5, 6),
                 torch.randint(0, 8, (5,)),
             )
