@@ -170,7 +170,9 @@ class Known:
 
     Attributes:
         numbers: paths of the Python numbers that the step changes.
-        renewed: paths of the lists and dictionaries in whose place it puts others.
+        renewed: paths of the lists and dictionaries in whose place it puts others, or its caller
+            does.
+        not_renewed: paths of those in whose place there may be others only in another plan.
         growing: paths of the lists and deques to which it only adds.
         not_growing: paths of those that it has added to, and on which it may depend.
         from_none: paths at which earlier calls found None and left tensors.
@@ -195,6 +197,7 @@ class Known:
 
     numbers: set[str] = field(default_factory=set)
     renewed: set[str] = field(default_factory=set)
+    not_renewed: set[str] = field(default_factory=set)
     growing: set[str] = field(default_factory=set)
     not_growing: set[str] = field(default_factory=set)
     from_none: set[str] = field(default_factory=set)
@@ -216,6 +219,15 @@ class Known:
         """Notes that the step may depend on lists to which it seemed only to add."""
         self.growing -= set(lists)
         self.not_growing |= set(lists)
+
+    def take_for_renewed(self) -> set[str]:
+        """Takes the lists and dictionaries in whose place there are others than at earlier captures
+        for renewed; returns their paths.
+        """
+        found = {path for guards in self.guards for path in guards.exchanged()}
+        found -= self.renewed | self.not_renewed
+        self.renewed |= found
+        return found
 
     def share(self, program: Program) -> None:
         """Makes a trace that has just been recorded share what it can with the last one."""
@@ -395,6 +407,7 @@ def capture_step(
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
         # The lists that grow, and an error that what is in their places may have caused.
+        taken = known.take_for_renewed()
         try:
             with marked_fakes() as are_left:
                 while True:
@@ -435,6 +448,11 @@ def capture_step(
                         known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
                         settles = None
                     except CaptureError as error:
+                        if taken:  # maybe only because they are
+                            known.renewed -= taken
+                            known.not_renewed |= taken
+                            taken, settles = set(), None
+                            continue
                         # Maybe only because of what is in the place of lists that grow.
                         if blamed is None and known.growing:
                             blamed = set(known.growing), error

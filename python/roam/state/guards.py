@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
@@ -26,7 +26,14 @@ from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
-from roam.state.containers import ArraySpace, MappingSpace, SequenceSpace, SetSpace
+from roam.state.containers import (
+    ArraySpace,
+    FrozenSpace,
+    MappingSpace,
+    SequenceSpace,
+    SetSpace,
+    entries_of,
+)
 from roam.state.equality import (
     MISSING,
     Difference,
@@ -99,6 +106,33 @@ def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
         if id(value) in renewed or any(map(_may_change, form.entries)):
             return form
     return value
+
+
+def _exchanged(expected: Any, value: Any, path: str) -> Iterator[str]:
+    """Paths of the lists and dictionaries that have taken the place of others of their class."""
+    kind: Any = type(value)
+    if type(expected) is _Form:
+        if expected.kind is kind:
+            parts: Any = enumerate(value) if issubclass(expected.kind, tuple) else entries_of(value)
+            for (key, part), entry in zip(parts, expected.entries, strict=False):
+                yield from _exchanged(entry, part, f"{path}[{key!r}]")
+    elif value is not expected and kind is type(expected) and not _is_cyclic(value):
+        yield from _containers_in(value, path)
+
+
+def _containers_in(value: Any, path: str) -> Iterator[str]:
+    if type(value) in (list, dict):
+        yield path
+        for key, part in entries_of(value):
+            yield from _containers_in(part, f"{path}[{key!r}]")
+
+
+def _is_cyclic(value: Any, around: frozenset[int] = frozenset()) -> bool:
+    """Whether a list or dictionary is in itself."""
+    if type(value) not in (list, dict):
+        return False
+    inside = around | {id(value)}
+    return id(value) in around or any(_is_cyclic(part, inside) for _, part in entries_of(value))
 
 
 def _may_change(expected: Any) -> bool:
@@ -195,6 +229,15 @@ class Guards:
             (path, value) for path, value in reach.objects if not is_under(path, ignored)
         ]
         self._shapes = self._shapes_now()
+        self._exchangeable = [
+            place.space
+            for place in reach.places
+            if isinstance(place.space, FrozenSpace)
+            and place.space.places
+            and _may_change(_expected(place.space.now(), renewed))
+            and not is_under(place.space.path, ignored)
+        ]
+        """Containers in whose place others may be from call to call."""
         self._growing = [growing.container for growing in reach.growing]
         held = [
             *(value for _, value in self._objects),
@@ -216,11 +259,23 @@ class Guards:
             self._object_failure()
             or self._bulk.failure()
             or self._single_failure()
+            or self._sharing_failure()
             or self._tensor_failure()
             or self._nodes.failure()
             or self._reliance.failure()
             or self._results.failure()
         )
+
+    def exchanged(self) -> set[str]:
+        """Paths of the lists and dictionaries in whose place there are others now, with those in
+        them.
+        """
+        return {
+            path
+            for check in self._checks()
+            for key, expected in check.expected
+            for path in _exchanged(expected, check.space.get(key), check.space.label(key))
+        }
 
     def sizes(self) -> tuple[int, int, int]:
         """How many Python values, tensors (by their metadata), and switches of PyTorch are
@@ -321,6 +376,18 @@ class Guards:
             reason = check.failure()
             if reason is not None:
                 return reason
+        return None
+
+    def _sharing_failure(self) -> str | None:
+        """Whether the same places as before hold one and the same container."""
+        held: dict[int, FrozenSpace] = {}
+        for space in self._exchangeable:
+            if not space.is_in_all_places():
+                paths = [holder.label(key) for holder, key in space.places]
+                return f"{' and '.join(paths)} do not hold the same {space.kind} as before"
+            other = held.setdefault(id(space.now()), space)
+            if other is not space:
+                return f"{other.path} and {space.path} hold the same {space.kind} now"
         return None
 
     def _tensor_failure(self) -> str | None:
