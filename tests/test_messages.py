@@ -53,7 +53,7 @@ class Doubled(torch.autograd.Function):
 
 def made(show: Show, net: Any = None) -> Any:
     torch.manual_seed(0)
-    my = SimpleNamespace(steps=0, total=0.0, lines=[], net=net or nn.Linear(4, 3))
+    my = SimpleNamespace(steps=0, total=0.0, lines=[], form="%.3f", net=net or nn.Linear(4, 3))
     my.optimizer = torch.optim.AdamW(my.net.parameters(), lr=0.1)
     my.scheduler = torch.optim.lr_scheduler.StepLR(my.optimizer, 2, 0.5)
 
@@ -213,6 +213,19 @@ SHOWN: Final[dict[str, Show]] = {
     "str.format": lambda my, loss, x: print("loss {:.4f} {}".format(loss, loss.item())),
     "str": lambda my, loss, x: print("loss " + str(loss.item()) + "!" + repr(loss) + str([loss.item()])),
     "operator %": lambda my, loss, x: print("loss %s and %s" % (loss.item(), 5)),
+    "%.3f": lambda my, loss, x: print("loss %.3f" % loss.item()),
+    "%.3f of a tensor": lambda my, loss, x: print("%.4f %d" % (loss.detach(), loss.detach() * 9)),
+    "%.3f and others": lambda my, loss, x: print(
+        "[%d/%d] %.4f, %.3e %g|%5.2f%%|%-9.1f|%+i"
+        % (my.steps, 9, loss.item(), loss.item(), 0.5, loss.item(), loss.item(), loss.item() * 99),
+        "%(a).3f %(b)s %(a)d" % {"a": loss.item(), "b": "x"},
+    ),
+    "%.3f beside plain values": lambda my, loss, x: print(
+        "%.4f%.3f0" % (0.5, loss.item()), "%.3f0%.4f" % (loss.item(), 0.5), "%5s %.1f" % ("a", loss.item()), "%.1f%.1f" % (0.5, loss.item())
+    ),
+    "%.3f in a longer text": lambda my, loss, x: print(
+        "%.3f" % loss.item() + f" {loss.item():.1f} " + "%.3f" % (loss.item() * 2,) + "|%150.1f" % loss.item()
+    ),
     "several lines": several,
     "several values": lambda my, loss, x: print(*[loss.item(), 2]),
     "walrus": lambda my, loss, x: print(number := loss.item(), number),
@@ -341,7 +354,10 @@ REFUSED: Final[dict[str, Show]] = {
     "padding": lambda my, loss, x: print(f"{loss.item()!r:>30}|"),
     "padding by str.format": lambda my, loss, x: print("{!s:>30}|".format(loss.item())),
     "padding by the operator %": lambda my, loss, x: print("%30s|" % loss.item()),
-    "%f": lambda my, loss, x: print("%.3f" % loss.item()),
+    "%.3f, form of a variable": lambda my, loss, x: print(my.form % loss.item()),
+    "%.*f": lambda my, loss, x: print("%.*f" % (3, loss.item())),
+    "%x": lambda my, loss, x: print("%x" % (x > 0).sum().item()),
+    "%.3f that a method changes": lambda my, loss, x: print(("%.3f" % loss.item()).ljust(9)),
     "ascii": lambda my, loss, x: print(f"{loss.item()!a}"),
     "list": lambda my, loss, x: print(*[f"{loss.item():.2f}", 2]),
     "condition": lambda my, loss, x: print(f"{loss.item()}" if my.net.training else "evaluated"),

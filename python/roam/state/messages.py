@@ -89,12 +89,12 @@ class Object(NamedTuple):
 
 
 class Formatted(NamedTuple):
-    """A value in a text, as in ``f"{value:.3f}"`` and ``f"{value!r}"``.
+    """A value in a text, as in ``f"{value:.3f}"``, ``f"{value!r}"``, and ``"%.3f" % value``.
 
     Attributes:
         value: a tensor, as `Shown`, or a number.
-        conversion: ``"s"``, ``"r"``, or nothing.
-        form: the format, if there is no conversion.
+        conversion: ``"s"``, ``"r"``, or ``"%"``; nothing if there is only a format.
+        form: the format.
     """
 
     value: Any
@@ -102,6 +102,8 @@ class Formatted(NamedTuple):
     form: str
 
     def __str__(self) -> str:
+        if self.conversion == "%":
+            return self.form % (self.value,)
         if self.conversion:
             return str(self.value) if self.conversion == "s" else repr(self.value)
         return format(self.value, self.form)

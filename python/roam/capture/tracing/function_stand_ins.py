@@ -154,6 +154,10 @@ def stand_ins_placed(
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    def in_text(kind: type, plain: Callable[..., Any], tensor: Any) -> Any:
+        number = recorder.messages.number(tensor, kind)
+        return plain(tensor) if number is None else number
+
     plain_numpy = torch.Tensor.numpy
 
     def numpy(tensor: Any, **options: Any) -> Any:
@@ -223,6 +227,11 @@ def stand_ins_placed(
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
         replace(torch.Tensor, "numpy", numpy)
+        for kind in (float, int):
+            name = f"__{kind.__name__}__"
+            replace(
+                torch.Tensor, name, functools.partial(in_text, kind, getattr(torch.Tensor, name))
+            )
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
 from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -35,6 +36,10 @@ from roam.state.messages import BLANK, Formatted, Logged, Message, Object, Print
 from roam.torch_compat.private import FakeTensor, is_dtensor, name_of_node, pytree
 
 _MARK: Final = re.compile(f"{BLANK}([0-9]+);")
+_CONVERSION: Final = re.compile(r"(%(?:\([^)]*\))?[-+ #0]*[0-9]*(?:\.[0-9]*)?[hlL]?[a-zA-Z]|%%)")
+_MOST_NUMBERS: Final = 200
+_MOST_WAYS: Final = 1000
+"""How many ways are tried in which numbers may stand at the places of a format."""
 _LOGGERS: Final = {
     "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "warn": logging.WARNING,
     "error": logging.ERROR, "critical": logging.CRITICAL, "fatal": logging.CRITICAL, "log": None, "exception": None,
@@ -104,16 +109,37 @@ class Messages:
         use = use_of_text(frame, asks)
         if use is None or use.name not in _USES:
             return None
-        try:
-            shown = self._shown(value)
-        except _Unknown:
-            return None
-        source = Source("", shown_path(frame.f_code.co_filename), frame.f_lineno)
         conversion = {"str": "s", "repr": "r"}.get(asks, "")
-        number = len(self._marks)
-        self._marks.append(_Mark(Formatted(shown, conversion, form), use, _identity(frame), source))
-        self._open.add(number)
-        return f"{BLANK}{number};"
+        if not self._marked(value, conversion, form, use, frame):
+            return None
+        return f"{BLANK}{len(self._marks) - 1};"
+
+    def _marked(self, value: Any, conversion: str, form: str, use: Use, frame: FrameType) -> bool:
+        """Whether there is a mark for a value now."""
+        try:
+            shown = Formatted(self._shown(value), conversion, form)
+        except _Unknown:
+            return False
+        source = Source("", shown_path(frame.f_code.co_filename), frame.f_lineno)
+        self._open.add(len(self._marks))
+        self._marks.append(_Mark(shown, use, _identity(frame), source))
+        return True
+
+    def number(self, value: Any, kind: type) -> Any:
+        """A number by which a text made by the operator ``%`` is found again; None if more than a
+        message may read the text.
+
+        Args:
+            value: a tensor of the trace, or a live number.
+            kind: `float` or `int`, which has been asked for.
+        """
+        frame = _calling_frame()
+        if frame is None or not is_user_code(frame.f_code):
+            return None
+        use = use_of_text(frame, "number")
+        if use is None or use.name not in _USES or len(self._marks) >= _MOST_NUMBERS:
+            return None
+        return self._marked(value, "%", "", use, frame) and kind(_number(len(self._marks) - 1))
 
     def check(self, cause: BaseException | None = None) -> None:
         """Looks whether messages have got all texts with marks.
@@ -250,16 +276,53 @@ class Messages:
 
     def _parted(self, text: str, place: tuple[int, int]) -> str | Text:
         """A text with the values that its marks stand for, which are then in use."""
+        here = [n for n in self._open if (self._marks[n].use.offset, self._marks[n].frame) == place]
         parts: list[Any] = _MARK.split(text)
-        if len(parts) == 1:
-            return text
         for at in range(1, len(parts), 2):
             number = int(parts[at])
-            mark = self._marks[number]
-            if (mark.use.offset, mark.frame) == place:
-                self._open.discard(number)
-            parts[at] = mark.shows
-        return Text(parts)
+            self._open -= {number} & set(here)
+            parts[at] = self._marks[number].shows
+        texts: dict[int, list[int]] = {}
+        for number in here:
+            if self._marks[number].shows.conversion == "%":
+                texts.setdefault(self._marks[number].use.made_at, []).append(number)
+        for marks in texts.values():
+            parts = [part for text in parts for part in self._with_numbers(text, marks)]
+        return text if parts == [text] else Text(parts)
+
+    def _with_numbers(self, text: Any, marks: list[int]) -> list[Any]:
+        """The parts of a text in which the operator ``%`` has put numbers that stand for values.
+
+        Args:
+            text: or another part of a message, which stays as it is.
+            marks: those for the values, in their order.
+        """
+        if type(text) is not str:
+            return [text]
+        form = self._marks[marks[0]].use.form
+        pieces = [re.sub(r"^%\(.*?\)", "%", piece) for piece in _CONVERSION.split(form)]
+        places = [at for at in range(1, len(pieces), 2) if pieces[at] != "%%"]
+        plain = [
+            ".*?" if at in places else re.escape("%" if at % 2 else piece)
+            for at, piece in enumerate(pieces)
+        ]
+        found = set()
+        for chosen in islice(combinations(places, len(marks)), _MOST_WAYS):
+            groups = list(plain)
+            for at, mark in zip(chosen, marks, strict=True):
+                groups[at] = f"({re.escape(_by(pieces[at], mark))})"
+            match = re.fullmatch(f".*?{''.join(groups)}.*", text, re.DOTALL)
+            if match is not None:
+                spans = map(match.span, range(1, len(marks) + 1))
+                found.add(tuple(zip(spans, [pieces[at] for at in chosen], strict=True)))
+        if len(found) != 1:  # of several, any may be wrong
+            return [text]
+        parts, end = list[Any](), 0
+        for ((start, stop), conversion), mark in zip(found.pop(), marks, strict=True):
+            parts += [text[end:start], self._marks[mark].shows._replace(form=conversion)]
+            end = stop
+        self._open -= set(marks)
+        return [*parts, text[end:]]
 
     def _shown(self, value: Any) -> Any:
         """What stands for a value in a message.
@@ -298,6 +361,22 @@ class Messages:
         """Refuses texts with marks for a call that is not recorded."""
         if any(type(value) is str and _MARK.search(value) for value in values):
             self.check()
+
+
+def _number(mark: int) -> float:
+    """The number for a mark. Whatever the format, its text is like that of no other."""
+    return float(f"1e{100 + mark}")
+
+
+def _by(conversion: str, mark: int) -> str:
+    """What the operator ``%`` makes of the number for a mark; nothing that a text has if it takes
+    no number.
+    """
+    number = _number(mark)
+    try:
+        return conversion % (number if conversion[-1] in "eEfFgG" else int(number),)
+    except (TypeError, ValueError):
+        return BLANK
 
 
 def _reads_clock(code: CodeType, names: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ _CALLS: Final = {
 _ADDS: Final = ("BINARY_ADD", "INPLACE_ADD")
 _PADDED: Final = re.compile(r"%(?:\(\w*\))?[^a-zA-Z%]+[sra]|%a")
 """Where the operator ``%`` makes something else of a text."""
-_MAKERS: Final = {"format": ("format",), "str": ("str",), "repr": ("repr", "str")}
+_MAKERS: Final = {"format": ("format",), "str": ("str",), "repr": ("repr", "str"), "number": ()}
 """By what asks a value for its text, the functions and methods that return this text as it is."""
 _JUMPS: Final = frozenset([*dis.hasjrel, *dis.hasjabs])
 _FINDS: Final = frozenset(
@@ -62,10 +62,14 @@ class Use(NamedTuple):
     Attributes:
         offset: of its instruction.
         name: of the function or method.
+        made_at: the offset of the instruction that makes the text.
+        form: what is left of the operator ``%``, if this makes the text.
     """
 
     offset: int
     name: str
+    made_at: int
+    form: str
 
 
 def use_of_text(frame: FrameType, asks: str) -> Use | None:
@@ -73,7 +77,8 @@ def use_of_text(frame: FrameType, asks: str) -> Use | None:
 
     Args:
         frame: its present instruction asks a value for its text.
-        asks: by ``format``, ``str``, or ``repr``.
+        asks: by ``format``, ``str``, or ``repr``; ``number`` if the operator ``%`` makes the text
+            and asks for the number.
     """
     instructions = _instructions(frame.f_code)
     here = _place(frame)
@@ -109,7 +114,7 @@ def _instructions(code: CodeType) -> list[dis.Instruction]:
 def _followed(instructions: list[dis.Instruction], start: int, here: int, asks: str) -> Use | None:
     """What is given the text, if the instructions from a place on need no value from before it."""
     stack: list[Any] = []
-    variable = None
+    variable, form = None, ""
     for place in range(start, min(here + _MOST_INSTRUCTIONS, len(instructions))):
         one = instructions[place]
         if place > start and one.is_jump_target:
@@ -125,7 +130,9 @@ def _followed(instructions: list[dis.Instruction], start: int, here: int, asks: 
             taken = stack[len(stack) - count :]
             name = next((part.name for part in taken[:below] if type(part) is _Name), None)
             if place > here and any(type(part) is _Text for part in taken[below:]):
-                return None if name is None else Use(one.offset, name)
+                return (
+                    None if name is None else Use(one.offset, name, instructions[here].offset, form)
+                )
             del stack[len(stack) - count :]
             stack.append(None)
             if place == here:
@@ -140,8 +147,10 @@ def _followed(instructions: list[dis.Instruction], start: int, here: int, asks: 
         pushes = dis.stack_effect(one.opcode, one.arg, jump=False) + pops
         del stack[len(stack) - pops :]
         if place == here:
-            if not _makes_text(one, taken):
+            if not _makes_text(one, taken, asks):
                 return None
+            if type(taken[0]) is _Constant:
+                form = taken[0].value
             stack.append(_Text())
         elif one.opname == "STORE_FAST" and type(taken[0]) is _Text:
             if variable is not None or not _is_read_once(instructions, one.argval):
@@ -208,20 +217,22 @@ def _is(one: dis.Instruction, sign: str, names: tuple[str, ...]) -> bool:
     return one.opname in names or (one.opname == "BINARY_OP" and one.argrepr in (sign, f"{sign}="))
 
 
-def _makes_text(one: dis.Instruction, taken: list[Any]) -> bool:
+def _makes_text(one: dis.Instruction, taken: list[Any], asks: str) -> bool:
     """Whether an instruction gives the text of a value as the value itself gives it."""
     argument = one.arg or 0
-    if one.opname == "FORMAT_VALUE":
-        return argument & 3 != 3 and not (argument & 3 and argument & 4)
-    if one.opname == "CONVERT_VALUE":
-        return argument != 3
     if _is(one, "%", ("BINARY_MODULO", "INPLACE_MODULO")):
         left = taken[0]
         return (
             type(left) is _Constant
             and type(left.value) is str
-            and not _PADDED.search(left.value.replace("%%", ""))
+            and (asks == "number" or not _PADDED.search(left.value.replace("%%", "")))
         )
+    if asks == "number":
+        return False
+    if one.opname == "FORMAT_VALUE":
+        return argument & 3 != 3 and not (argument & 3 and argument & 4)
+    if one.opname == "CONVERT_VALUE":
+        return argument != 3
     return one.opname in ("FORMAT_SIMPLE", "FORMAT_WITH_SPEC")
 
 
