@@ -1129,6 +1129,15 @@ def frame_evaluation() -> Any:
     return module if has_all else None
 
 
+def unseen_calls() -> tuple[Any, str] | None:
+    """A module, and the name of the function in it that a compiled function calls first of all,
+    where this PyTorch has no way to look at what it has compiled, as before 2.15. None where it has
+    one, or if nothing has been compiled in this process.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return None if module is None or frame_evaluation() is not None else (module, "set_eval_frame")
+
+
 def inductor_graph() -> Any:
     """The class of the graphs that Inductor has compiled; None if it has compiled none."""
     return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
@@ -1550,6 +1559,7 @@ __all__ = [
     "tensor_uses",
     "to_device",
     "tracing_context",
+    "unseen_calls",
     "version_kept",
     "version_of",
     "was_step_called",
