@@ -191,7 +191,7 @@ def observed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _profiler() -> Iterator[torch.profiler.profile]:
+def _profiler() -> Iterator[Any]:
     made = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
