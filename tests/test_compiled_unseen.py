@@ -40,7 +40,8 @@ class Steps:
         self.compiled = torch.compile(self.plain, **options)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.net(x)).square().mean()
+        dropped: torch.Tensor = nn.functional.dropout(self.net(x))
+        return dropped.square().mean()
 
     def step(self, function: Any, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()

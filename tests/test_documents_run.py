@@ -40,6 +40,10 @@ PINNED_TORCH = next(
 )
 
 
+OF_NEWER = ("before-renting.md", "parallelize.md")
+"""Pages that shard parameters by `fully_shard`, which is captured with PyTorch 2.15."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block: what it is written in, its text, its line in the page, why it is not run, and
@@ -147,10 +151,7 @@ def one_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=needs_2_15) if path.name == "parallelize.md" else path
-        for path in _pages()
-    ],
+    [pytest.param(path, marks=needs_2_15) if path.name in OF_NEWER else path for path in _pages()],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_blocks_run(
