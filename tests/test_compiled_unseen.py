@@ -40,8 +40,8 @@ class Steps:
         self.compiled = torch.compile(self.plain, **options)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        dropped: torch.Tensor = nn.functional.dropout(self.net(x))
-        return dropped.square().mean()
+        loss: torch.Tensor = nn.functional.dropout(self.net(x)).square().mean()
+        return loss
 
     def step(self, function: Any, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
