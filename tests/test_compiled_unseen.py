@@ -40,12 +40,11 @@ class Steps:
         self.compiled = torch.compile(self.plain, **options)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = nn.functional.dropout(self.net(x)).square().mean()
-        return loss
+        return nn.functional.dropout(self.net(x)).square().mean()
 
     def step(self, function: Any, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = function(x)
+        loss: torch.Tensor = function(x)
         loss.backward()
         self.optimizer.step()
         return loss
