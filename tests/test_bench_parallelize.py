@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 import roam
+from newer import needs_2_15
 from one_rank import alone
 from roam.bench import parallelize, parallelize_baselines, parallelize_trained
 from roam.sharding import Costs, Link
@@ -43,6 +44,7 @@ def failing(kind: str, layers: int) -> Any:
     raise KeyError("width")
 
 
+@needs_2_15
 def test_a_shipped_plan_costs_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallelize, "_made", small_llama)
     rows = []

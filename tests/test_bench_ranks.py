@@ -11,6 +11,7 @@ pytest.importorskip("rich")
 
 import torch
 
+from newer import needs_2_15
 from one_rank import alone
 from roam.bench import ranks
 from roam.bench.compiled import image_loss
@@ -18,7 +19,10 @@ from roam.bench.compiled import image_loss
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 
 
-@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=needs_2_15) if way == "fully-shard" else way for way in ranks.WAYS],
+)
 def test_one_network(
     way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

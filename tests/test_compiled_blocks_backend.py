@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from roam.capture.frontends import compiled_blocks
 from roam.program.operators import is_region
 from roam.runtime import backend as subject
@@ -22,7 +23,10 @@ from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.strategy import Choice
 
 functional = torch.nn.functional
-pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compilers warn of themselves
+pytestmark = [
+    needs_2_15,
+    pytest.mark.filterwarnings("ignore"),  # PyTorch's compilers warn of themselves
+]
 
 
 @pytest.fixture(autouse=True)

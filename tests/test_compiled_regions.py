@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import roam
 from marking import marking
+from newer import needs_2_15
 from roam.capture.compiled.repeated_blocks import repeated_blocks
 from roam.kernels import workspace
 from roam.program.ir import refs
@@ -25,9 +26,10 @@ from roam.torch_compat.private import pytree
 from steps import squares_step, step_of
 
 functional = torch.nn.functional
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # PyTorch's compilers warn of what they do themselves
+pytestmark = [
+    needs_2_15,
+    pytest.mark.filterwarnings("ignore"),
+]  # PyTorch's compilers warn of what they do themselves
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import roam
+from newer import needs_2_15
 from ranks import Ranks, alive, revived
 from roam.distributed import agreement, collectives
 from roam.runtime.pool import Pool
@@ -192,11 +193,13 @@ def halve(rank: int, world: int) -> None:
 STEPS = (reduced, reduced_in_the_background, reduced_functionally, gathered)
 
 
+@needs_2_15
 @pytest.mark.parametrize("step", STEPS)
 def test_collectives_have_eager_bits(ranks: Ranks, step: Step) -> None:
     assert ranks.run(both, step, small) == [[]] * 4
 
 
+@needs_2_15
 def test_collectives_of_a_part_of_the_ranks_have_eager_bits(ranks: Ranks) -> None:
     ranks.run(halve)
     assert ranks.run(both, within_halves, small) == [[]] * 4
@@ -210,6 +213,7 @@ def branching(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@needs_2_15
 def test_a_branch_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
     with (
         alone(tmp_path),
@@ -230,6 +234,7 @@ def alone(folder: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@needs_2_15
 def test_a_plan_is_for_a_group_of_the_same_ranks(tmp_path: Any) -> None:
     net, optimizer = small()
     step = roam.compile(reduced)
@@ -243,6 +248,7 @@ def test_a_plan_is_for_a_group_of_the_same_ranks(tmp_path: Any) -> None:
         step(net, optimizer, batch(0, 0))
 
 
+@needs_2_15
 def test_a_launch_and_its_wait_keep_the_tensors_busy(tmp_path: Any) -> None:
     with alone(tmp_path):
         graph = roam.capture(gathered, *small(), batch(0, 0))
@@ -269,6 +275,7 @@ def code_of(graph: roam.Graph, plan: roam.Plan, change: Callable[[dict[str, Any]
     return ""
 
 
+@needs_2_15
 def test_no_plan_is_wrong_about_launches_and_waits(tmp_path: Any) -> None:
     with alone(tmp_path):
         graph = roam.capture(gathered, *small(), batch(0, 0))
@@ -565,6 +572,7 @@ def without_buckets(rank: int, world: int) -> tuple[list[int], dict[str, bool]]:
     return differences(eagerly, trained(roam.compile(clipped))), kept
 
 
+@needs_2_15
 def test_a_module_is_without_its_buckets_while_plans_run(ranks: Ranks) -> None:
     for found, kept in ranks.run(without_buckets):
         assert found == []
@@ -583,6 +591,7 @@ def looked_up(net: nn.Module, optimizer: Any, x: torch.Tensor, places: torch.Ten
     return clipped(net, optimizer, x[places])
 
 
+@needs_2_15
 def test_a_module_has_its_buckets_after_a_run_that_failed(tmp_path: Any) -> None:
     found = []
     for step in (looked_up, roam.compile(looked_up)):
@@ -696,7 +705,7 @@ OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
         (clipped, hooked, OPTION),
         (clipped, hooked_in_c, OPTION),
         (clipped, static, OPTION),
-        (clipped, finalized_by_hand, OPTION),
+        pytest.param(clipped, finalized_by_hand, OPTION, marks=needs_2_15),
         (first_half, small_ddp, UNUSED),
         (backward, updating_in_hooks, UNUSED),
     ],
@@ -736,7 +745,10 @@ def by_hand(net: Any) -> None:
     net.require_manual_backward_finalization = True
 
 
-@pytest.mark.parametrize("change", [hook_in_python, hook_in_c, hook_on_buffers, by_hand])
+@pytest.mark.parametrize(
+    "change",
+    [hook_in_python, hook_in_c, hook_on_buffers, pytest.param(by_hand, marks=needs_2_15)],
+)
 def test_what_changes_a_reducer_after_the_plan_was_made_is_refused(
     tmp_path: Any, change: Callable[[Any], None]
 ) -> None:
@@ -771,6 +783,7 @@ def averaged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@needs_2_15
 def test_compiled_functions_that_communicate_are_refused(tmp_path: Any) -> None:
     compiled = torch.compile(averaged)
     with alone(tmp_path), pytest.raises(roam.CaptureError, match="collectives") as error:
@@ -910,7 +923,7 @@ LEFT_S = 30
 @pytest.mark.parametrize(
     ("function", "codes", "text"),
     [
-        (other_on_one, {DIFFER}, "broadcast_"),
+        pytest.param(other_on_one, {DIFFER}, "broadcast_", marks=needs_2_15),
         (
             other_at_the_third,
             {DIFFER, LEFT, "torn", "failed"},
@@ -973,6 +986,7 @@ def interrupted_while_it_waits(rank: int, world: int) -> None:
     step(net, optimizer, batch(rank, 3))
 
 
+@needs_2_15
 def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Any) -> None:
     two = Ranks(2, tmp_path, group_s=300)
     try:
@@ -1010,6 +1024,7 @@ def other_number_of_sums(net: nn.Module, optimizer: Any, x: torch.Tensor, number
     return loss
 
 
+@needs_2_15
 def test_a_new_group_begins_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROAM_TEST_STORE", str(tmp_path / "again"))
     two = Ranks(2, tmp_path, group_s=300)
@@ -1019,7 +1034,7 @@ def test_a_new_group_begins_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
         two.kill()
 
 
-@pytest.mark.parametrize("function", [killed, killed_before_a_plan])
+@pytest.mark.parametrize("function", [killed, pytest.param(killed_before_a_plan, marks=needs_2_15)])
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Any, function: Callable[..., Any]) -> None:
     two = Ranks(2, tmp_path, group_s=300)
     try:
@@ -1050,6 +1065,7 @@ def ended_on_another_machine(rank: int, world: int) -> None:
     step(net, optimizer, batch(rank, 3))
 
 
+@needs_2_15
 def test_ranks_hear_of_an_end_on_another_machine(tmp_path: Any) -> None:
     two = Ranks(2, tmp_path, group_s=300)
     try:
@@ -1083,6 +1099,7 @@ def gone_before_buckets(rank: int, world: int, how: str) -> None:
         roam.compile(reduced)(*small(), batch(rank, 0))
 
 
+@needs_2_15
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_ranks_hear_of_one_that_is_gone_before_buckets_are_rebuilt(tmp_path: Any, how: str) -> None:
     two = Ranks(2, tmp_path, group_s=300)
@@ -1302,6 +1319,7 @@ def with_changing_options(rank: int, world: int) -> tuple[list[int], int]:
     return differences(trained(lambda step: step), trained(roam.compile)), plans
 
 
+@needs_2_15
 def test_options_of_a_collective_that_change_get_plans_of_their_own(ranks: Ranks) -> None:
     assert ranks.run(with_changing_options) == [([], 4)] * 4
 
@@ -1355,6 +1373,7 @@ def branches_on_one_rank(rank: int, world: int) -> str:
     return "none"
 
 
+@needs_2_15
 def test_a_branch_of_one_rank_is_refused_at_once(ranks: Ranks) -> None:
     assert ranks.run(branches_on_one_rank) == ["collective_branch", *["none"] * 3]
 

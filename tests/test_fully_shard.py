@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roam
+from newer import needs_2_15
 from ranks import Ranks, alive, revived
 from test_tensor_parallel import (
     ONE,
@@ -31,6 +32,8 @@ from test_tensor_parallel import (
     tensor_parallel,
     trained,
 )
+
+pytestmark = needs_2_15
 
 
 @pytest.fixture(scope="module")

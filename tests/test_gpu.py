@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from newer import needs_2_15
 from roam.runtime.memory_profiler import measure_peak
 from training import assert_same_bits, tensors_and_numbers
 
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device; run `make gpu-test` where there is one",
 )
 functional = torch.nn.functional
-IS_NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 MIB = 1 << 20
 CALLS = 5
 
@@ -393,7 +393,7 @@ def test_a_rate_that_changes() -> None:
     assert_same_bits(script(roam.compile), script(lambda step: step))
 
 
-@pytest.mark.skipif(not IS_NEW, reason="needs PyTorch 2.15")
+@needs_2_15
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about its own code
 def test_compiled_kernels() -> None:
     def blocks(step: Any) -> Any:
@@ -459,7 +459,7 @@ def test_data_parallel_over_nccl() -> None:
     assert_same_bits(found, expected)
 
 
-@pytest.mark.skipif(not IS_NEW, reason="needs PyTorch 2.15")
+@needs_2_15
 @pytest.mark.usefixtures("alone")
 def test_fully_sharded_over_nccl() -> None:
     from torch.distributed.fsdp import fully_shard

@@ -15,12 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import roam
 from marking import marking
+from newer import needs_2_15
 from roam.program.operators import is_region
 from roam.torch_compat.private import is_precompiled
 from steps import step_of
 
 functional = torch.nn.functional
-pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compilers warn of themselves
+pytestmark = [
+    needs_2_15,
+    pytest.mark.filterwarnings("ignore"),  # PyTorch's compilers warn of themselves
+]
 log = logging.getLogger(__name__)
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.state.snapshot import Snapshot
@@ -530,6 +531,7 @@ def test_an_environment_variable_may_be_set_to_what_it_is(
     assert caught.value.code == "moved"
 
 
+@needs_2_15
 def test_operators_that_take_functions_are_refused() -> None:
     my = make()
 

@@ -14,6 +14,7 @@ import torch
 import forked
 import roam
 from measured import WAYS, build, compiled
+from newer import needs_2_15
 from roam.runtime.memory_profiler import MemoryTrace, measure_in_child
 from training import TRAININGS, assert_same_bits, tensors_and_numbers
 
@@ -66,7 +67,8 @@ def test_what_a_step_tells_is_what_a_process_of_its_own_sees(how: str) -> None:
     assert step.memory().measured_bytes == memory.measured_bytes
 
 
-@pytest.mark.parametrize("most", [1, 8])
+# Without a table of its kernels, a plan's first run compares their results, and takes more memory.
+@pytest.mark.parametrize("most", [1, pytest.param(8, marks=needs_2_15)])
 def test_a_measurement_belongs_to_the_plan_that_ran(most: int) -> None:
     net = torch.nn.Linear(256, 256)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

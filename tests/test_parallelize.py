@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roam
+from newer import needs_2_15
 from ranks import Ranks, alive, revived
 from roam import cli
 from roam.errors import CaptureError, PlanError
@@ -175,6 +176,7 @@ def test_equal_layers_choose_alike_and_lose_nothing() -> None:
     assert folded_many <= folded_few + 2
 
 
+@needs_2_15
 @pytest.mark.parametrize("is_written_out", [False, True])
 def test_a_transformer_is_split_as_experts_split_it(is_written_out: bool) -> None:
     costs = Costs(flops_per_ns=0.1, bytes_per_ns=1, launch_ns=0, link=Link(100_000, 1000))
@@ -187,6 +189,7 @@ def test_a_transformer_is_split_as_experts_split_it(is_written_out: bool) -> Non
         assert styles[f"{block}.out"] == styles[f"{block}.down"] == "RowwiseParallel"
 
 
+@needs_2_15
 def test_the_collectives_of_a_rank_are_those_of_the_model() -> None:
     plans = planning(size=4)
     found = plans.find()
@@ -222,6 +225,7 @@ def test_random_operators_are_not_split() -> None:
     assert not any(option.outputs[0] >= 0 for option in dropouts)
 
 
+@needs_2_15
 def test_code_that_does_not_run_on_parts_is_left_whole() -> None:
     """A number of heads that is written down is not that of a rank."""
     found = planning(heads=HEADS).find()
@@ -348,6 +352,7 @@ def classified(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
     return loss.detach()
 
 
+@needs_2_15
 @pytest.mark.parametrize(
     ("step", "is_known"),
     [
@@ -380,6 +385,7 @@ def test_a_batch_in_parts() -> None:
         part_of((x,), 2, 3)
 
 
+@needs_2_15
 def test_a_part_is_for_the_place_in_the_mesh_that_was_applied() -> None:
     net, optimizer, x = small()
     sharding = roam.parallelize(square_step, net, optimizer, x, mesh=2, data=2)
@@ -680,6 +686,7 @@ def test_the_command_counts_what_clipping_takes(capsys: pytest.CaptureFixture[st
     assert totals[0] < totals[1]
 
 
+@needs_2_15
 def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["parallelize", "llama-tiny", "--seq", "16", "--batch", "4", "--mesh", "2x2"]
     assert cli.main([*arguments, "--json"]) == cli.EXIT_OK
@@ -731,6 +738,7 @@ def sent(sharding: Sharding) -> Sharding:
     return replace(sharding, plan=None, trace=None, nodes=())  # type: ignore[arg-type]
 
 
+@needs_2_15
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.sweep
 @pytest.mark.parametrize(("data", "limits"), [(1, (None,)), (2, (None, 0.8))])
@@ -786,6 +794,7 @@ def uneven(rank: int, world: int) -> tuple[list[int], str, str]:
     return totals, refusals[0], refusals[1]
 
 
+@needs_2_15
 def test_ranks_with_parts_of_different_sizes_decide_alike(ranks: Ranks) -> None:
     (totals, *refusals), *others = ranks.run(uneven)
     assert min(totals) < max(totals) == totals[0]

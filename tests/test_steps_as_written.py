@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from steps import Block, Net, adamw, batches, both, images, same_by_plan, squares_step
 from training import plain_step
 
@@ -493,6 +494,7 @@ class TestStepsAsPeopleWriteThem:
 
         same_by_plan(script)
 
+    @needs_2_15
     def test_a_module_that_is_compiled(self) -> None:
         def script(wrap):
             model = torch.compile(Block(), backend="eager")

@@ -10,6 +10,7 @@ import inspect
 import operator
 import re
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import roam
+from newer import needs_2_15
 from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.torch_compat import patches, private
 from roam.torch_compat.patches import PATCHES, Patch, Unlisted, replaced, resolved
@@ -321,6 +323,7 @@ def _overloads() -> bool:
         type(overload) is private.OpOverload
         and private.base_name(overload) == "add"
         and private.packet_of(overload) is aten.add
+        and private.find_handle(overload) is vars(overload)["_handle"]
         and torch.equal(
             private.c_function(overload)(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
         )
@@ -590,6 +593,27 @@ def _compiled_code() -> bool:
     )
     torch.compiler.reset()
     return is_right
+
+
+def _is_seen_or_not() -> bool:
+    importlib.import_module("torch._dynamo.eval_frame")
+    found, seen = private.unseen_calls(), []
+    if private.frame_evaluation() is not None:
+        return found is None
+    holder, name = found
+    plain = getattr(holder, name)
+
+    def noted(callback: Any) -> Any:
+        frame = sys._getframe(1)
+        seen.append((frame.f_code.co_name, frame.f_locals.get("callback")))
+        return plain(callback)
+
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    with mock.patch.object(holder, name, noted):
+        compiled(torch.ones(2))
+    torch.compiler.reset()
+    caller, callback = seen[0]
+    return caller == "compile_wrapper" and callable(getattr(holder, private.FROM_STANCE)(callback))
 
 
 def _has_sizes() -> bool:
@@ -1366,6 +1390,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_dtensor": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
+    "find_handle": _overloads,
     "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,
@@ -1473,12 +1498,34 @@ CANARIES: dict[str, Callable[[], bool]] = {
         private.suggest_memory_format(torch.ones(2)) is torch.contiguous_format
     ),
     "tracing_context": _compiles,
+    "unseen_calls": _is_seen_or_not,
     "version_of": _written,
     "was_step_called": _steps,
 }
 
 
-@pytest.mark.parametrize("name", private.__all__)
+NEEDED_WITH_2_15 = {
+    "DYNAMIC_INDICES", "FROM_STANCE", "IS_NESTED", "backward_compiler", "compiled_codes",
+    "compiled_entries", "compiled_graph", "frame_evaluation", "has_tensors", "innermost_backend",
+    "is_looked_at", "may_compile",
+    "chunk_cat", "exchange_shard", "flat_shape", "forget_forward_passes", "set_up_shards", "shard_faults",
+    "shard_groups", "shard_holders", "shard_kernel", "shard_memory", "shard_settings", "shard_states",
+    "shards", "single_dimension_rules", "spec_rules", "whole_parameters",
+    "expects_backward", "finished_work", "kept_buckets",
+}  # fmt: skip
+"""What roam uses to record compiled regions, `fully_shard`, layouts of distributed tensors, and the
+newer arguments of `DistributedDataParallel`: it does these only with PyTorch 2.15, or does less
+with an older one.
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_2_15) if name in NEEDED_WITH_2_15 else name
+        for name in private.__all__
+    ],
+)
 def test_name_means_what_roam_takes_it_for(name: str) -> None:
     assert CANARIES[name]()
 

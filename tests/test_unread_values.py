@@ -33,6 +33,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import roam
+from newer import needs_2_15
 from roam.capture.tracing.unread_values import StandIns, unread
 from training import assert_same_bits, tensors_and_numbers
 
@@ -480,6 +481,7 @@ def test_names_beside_a_branch_on_a_value() -> None:
     assert 0 < len(step._captures) <= 6
 
 
+@needs_2_15
 def test_a_compiled_region_beside_names() -> None:
     def make(net: Net, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
         forward = torch.compile(lambda x: (net.weight * x).square().sum(), backend="eager")

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from newer import needs_2_15
 from roam.capture.step import capture_step
 from roam.program.ir import Program
 from roam.program.user_checkpoints import undone
@@ -100,6 +101,8 @@ def test_what_he_marked_is_kept_where_the_budget_allows_it(kind: str, reentrant:
     assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
 
 
+# Without a table of its kernels, the checks of a plan's first run take a part of such a budget.
+@needs_2_15
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "reentrant", "pool"),

@@ -104,7 +104,8 @@ def note_rank() -> None:
 
 def announce() -> None:
     """Tells other ranks which process this is, so that they notice when it is gone."""
-    if not in_group():
+    # A "fake" group has no other ranks, and in PyTorch 2.11 its store cannot be written to.
+    if not in_group() or torch.distributed.get_backend() == "fake":
         return
     group: Any = torch.distributed.group.WORLD
     if _announced.get("group") is not group:

@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -189,10 +190,17 @@ def observed() -> Iterator[None]:
         yield
 
 
-def _profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(
+@contextlib.contextmanager
+def _profiler() -> Iterator[Any]:
+    made = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            # PyTorch 2.11 says that it forgets the profiler's earlier cycles; there are none.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            stack.enter_context(made)
+        yield made
 
 
 def _measure_cpu(work: Callable[[], Any]) -> MemoryTrace:

@@ -86,6 +86,8 @@ from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
+    OpOverload,
+    find_handle,
     is_of_dynamo,
     pytree,
     remade_attributes,
@@ -647,6 +649,8 @@ class _Walk:
                 code="autograd_node",
             )
         else:
+            if kind is OpOverload:
+                find_handle(value)  # now, so that the step does not change it
             if (asking := reader_of(value)) is not None:
                 self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
                 self._place(ReadSpace(value, path, *asking))

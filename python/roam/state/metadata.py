@@ -24,6 +24,14 @@ from roam.torch_compat.private import (
 )
 
 
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that gradients of a tensor have; None if they have any."""
+    try:
+        return tensor.grad_dtype
+    except RuntimeError:  # PyTorch 2.11 tells it of leaves only; of others, nobody can set it
+        return tensor.dtype
+
+
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """All of a tensor but its values, its memory, and what it is called."""
     hooks, post_hooks = hooks_of(tensor), gradient_hooks_of(tensor)
@@ -38,7 +46,7 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.is_leaf,
         tensor.retains_grad,
-        tensor.grad_dtype,
+        gradient_dtype(tensor),
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
         is_cut_off(tensor),
@@ -154,7 +162,7 @@ class Table:
     __slots__ = ("_are_strided", "_attributes", "_held", "_others", "_seen")
 
     def __init__(self, tensors: list[Any]) -> None:
-        self._seen = list(map(_seen, tensors))
+        self._seen = _seen(tensors)
         self._held = list(map(_attributes_of, tensors))
         self._attributes = _flat_attributes(tensors)
         self._are_strided = all(layout is torch.strided for layout, *_ in self._seen)
@@ -166,7 +174,7 @@ class Table:
         """
         return (
             self._are_strided
-            and list(map(_seen, tensors)) == self._seen
+            and _seen(tensors) == self._seen
             and _others(tensors) == self._others
             and self._have_attributes(tensors)
         )
@@ -181,9 +189,9 @@ class Table:
         ) or list(map(_attributes_of, tensors)) == self._held
 
 
-_seen: Final = operator.attrgetter(
-    "layout", "dtype", "shape", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype"
-)
+_VISIBLE: Final = "layout", "dtype", "shape", "device", "requires_grad", "is_leaf", "retains_grad"
+_visible: Final = operator.attrgetter(*_VISIBLE)
+_all_visible: Final = operator.attrgetter(*_VISIBLE, "grad_dtype")
 _attributes: Final = operator.attrgetter("__dict__")
 _METHODS: Final = (
     torch.Tensor.stride,
@@ -192,6 +200,13 @@ _METHODS: Final = (
     torch.Tensor.is_neg,
     torch.Tensor.is_inference,
 )
+
+
+def _seen(tensors: list[Any]) -> list[tuple[Any, ...]]:
+    try:
+        return list(map(_all_visible, tensors))
+    except RuntimeError:  # as in `gradient_dtype`
+        return [(*_visible(tensor), gradient_dtype(tensor)) for tensor in tensors]
 
 
 def _others(tensors: list[Any]) -> list[Any]:

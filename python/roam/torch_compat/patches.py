@@ -128,6 +128,8 @@ PATCHES: Final = (
     # Compiled functions and modules inside of the step.
     Patch("torch._dynamo.eval_frame", ("_is_eager_on_nested_compile", "_callback_from_stance"), _COMPILED, _NO_COMPILED,
           optional=True),
+    Patch("torch._dynamo.eval_frame", ("set_eval_frame",), "before PyTorch 2.15 calls of compiled functions are refused",
+          "Dynamo looks at fake tensors, and later steps of the process fail, or end it", optional=True),
     Patch("torch._inductor.output_code.CompiledFxGraph", ("__call__",), _COMPILED, _NO_COMPILED, optional=True),
     Patch("torch._functorch._aot_autograd.runtime_wrappers._AutogradBackwardCompiler", ("get_or_compile",), _COMPILED,
           _NO_COMPILED, optional=True),

@@ -623,6 +623,9 @@ packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
 """All overloads of an overload's name."""
 c_function: Callable[[Any], Any] = operator.attrgetter("_op")
 """What an overload calls in C++, without the checks in Python before it."""
+find_handle: Callable[[Any], Any] = operator.attrgetter("_handle")
+"""What an overload calls with chosen dispatch keys. Before PyTorch 2.15 an overload looks it up
+when it is first needed, and keeps it."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """The negative of a tensor in the same memory, which is computed where it is used."""
 has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
@@ -1129,6 +1132,15 @@ def frame_evaluation() -> Any:
     return module if has_all else None
 
 
+def unseen_calls() -> tuple[Any, str] | None:
+    """A module, and the name of the function in it that a compiled function calls first of all,
+    where this PyTorch has no way to look at what it has compiled, as before 2.15. None where it has
+    one, or if nothing has been compiled in this process.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return None if module is None or frame_evaluation() is not None else (module, "set_eval_frame")
+
+
 def inductor_graph() -> Any:
     """The class of the graphs that Inductor has compiled; None if it has compiled none."""
     return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
@@ -1448,6 +1460,7 @@ __all__ = [
     "exchange_shard",
     "expects_backward",
     "fake_store",
+    "find_handle",
     "finished_work",
     "flat_shape",
     "flat_weights_of",
@@ -1567,6 +1580,7 @@ __all__ = [
     "tensor_uses",
     "to_device",
     "tracing_context",
+    "unseen_calls",
     "version_kept",
     "version_of",
     "was_step_called",

@@ -81,6 +81,7 @@ from roam.torch_compat.private import (
     pytree,
     shard_groups,
     take_from_place,
+    unseen_calls,
 )
 
 _MOST_ROUNDS = 8
@@ -227,8 +228,8 @@ class Regions:
         self._watch_numbers, self._numbers = watch_numbers, numbers
         self._thread, self._lacks = threading.get_ident(), False
         self._order.clear()
-        self._is_watched = frame_evaluation() is not None
-        if self._is_watched:
+        self._is_watched = _is_dynamo_there()
+        if frame_evaluation() is not None:
             for code in compiled_codes():
                 self._look_at(code)
             for code, _, _ in list(self._looked_at.values()):
@@ -250,6 +251,14 @@ class Regions:
                 return self._meet(sys._getframe(2)) or bool(plain())
 
             yield evaluation, IS_NESTED, is_eager
+        if (unseen := unseen_calls()) is not None:
+            plain_set = getattr(*unseen)
+
+            def set_frames(callback: Any) -> Any:
+                self._refuse_unseen(sys._getframe(2), unseen[0])
+                return plain_set(callback)
+
+            yield *unseen, set_frames
         if graph is not None:
             plain_call = graph.__call__
 
@@ -288,7 +297,7 @@ class Regions:
             CompileRegions: if Dynamo was first imported in this trace, which therefore saw nothing
                 of what `torch.compile` did in it.
         """
-        if not self._is_watched and frame_evaluation() is not None:
+        if not self._is_watched and _is_dynamo_there():
             raise CompileRegions
 
     def check(self) -> None:
@@ -320,6 +329,19 @@ class Regions:
             self._cells.append((cell, held["fn"]))
             cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
         return True
+
+    def _refuse_unseen(self, frame: FrameType, evaluation: Any) -> None:
+        """Refuses what a frame is about to run if it is that of a function of `torch.compile`'s, of
+        a PyTorch that does not show what it has compiled.
+        """
+        if frame.f_code.co_name == "compile_wrapper" and callable(
+            getattr(evaluation, FROM_STANCE)(frame.f_locals["callback"])
+        ):
+            self._refused(
+                "this version of PyTorch does not show what it runs; call the plain function, compile "
+                "the step by torch.compile alone, or install a newer PyTorch",
+                code="compiled_function",
+            )
 
     def called(self, called: _Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a compiled function by the step."""
@@ -712,6 +734,11 @@ class _Called:
 
 _wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 """Functions of `torch.compile`'s that were met, and all others that had the same code then."""
+
+
+def _is_dynamo_there() -> bool:
+    """Whether something may have been compiled in this process."""
+    return frame_evaluation() is not None or unseen_calls() is not None
 
 
 def _wrappers_of(frame: FrameType) -> list[FunctionType]:

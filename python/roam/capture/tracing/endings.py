@@ -23,6 +23,7 @@ from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries
 from roam.state.equality import MISSING, attributes_of, is_plain, same, show
 from roam.state.lost_attributes import lost_attribute
 from roam.state.made_objects import opened
+from roam.state.metadata import gradient_dtype
 from roam.state.references import (
     ArgumentReference,
     AttributeReference,
@@ -102,7 +103,8 @@ class Original:
 
 def _own_gradient_dtype(tensor: FakeTensor) -> tuple[torch.dtype | None, ...]:
     """The `grad_dtype` that the user has set; empty if gradients have the tensor's own dtype."""
-    return () if tensor.grad_dtype == tensor.dtype else (tensor.grad_dtype,)
+    found = gradient_dtype(tensor)
+    return () if found == tensor.dtype else (found,)
 
 
 @dataclass(slots=True)

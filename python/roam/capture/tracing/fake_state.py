@@ -37,7 +37,7 @@ from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
-from roam.state.metadata import layout_over_devices, storage_of
+from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
@@ -425,6 +425,8 @@ class FakeState:
                 found = self.mode.from_tensor(tensor) if plain is None else plain
             finally:
                 tensor.grad = gradient
+        if tensor.is_leaf and found.is_leaf and tensor.grad_dtype != found.grad_dtype:
+            found.grad_dtype = tensor.grad_dtype  # PyTorch 2.11 leaves it out of fakes
         found.__dict__.update(
             tensor.__dict__
         )  # what the user noted on it, such as a scale of its own
@@ -765,7 +767,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
         )
     gradient = _gradient_of(tensor)
     if gradient is not None and not (
-        gradient.shape == tensor.shape and tensor.grad_dtype in (gradient.dtype, None)
+        gradient.shape == tensor.shape and gradient_dtype(tensor) in (gradient.dtype, None)
     ):
         refuse(
             path,
