@@ -52,7 +52,7 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made
+from roam.state.snapshot import Made, is_none_or_number
 from roam.state.spaces import Space
 from roam.state.user_dicts import containers_in, pattern_of
 from roam.torch_compat.private import (
@@ -168,14 +168,14 @@ class FakeState:
         some may hold none yet.
         """
         self.fresh = [
-            AttributeReference(place.space, key, place.space.label(key))
+            (AttributeReference(place.space, key, place.space.label(key)), value)
             for place in (reach.places if fresh else ())
             if place.guarded
             for key, value in place.space.items()
-            if value is None and place.space.label(key) in fresh
+            if is_none_or_number(value) and place.space.label(key) in fresh
         ]
-        """References to the None in whose place the step puts tensors. Calls find None there again,
-        or another plan is for them."""
+        """References to the None and the numbers in whose place the step puts tensors, with these
+        values. Calls find them there again, or another plan is for them."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]

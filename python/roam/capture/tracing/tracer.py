@@ -184,8 +184,8 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
-        for fresh in fake_state.fresh:
-            fresh.set(None)
+        for fresh, value in fake_state.fresh:
+            fresh.set(value)
         reductions.taken_back()
         if has_parts:
             forget_layouts()
