@@ -50,6 +50,8 @@ _LIBRARIES: Final = (
     *("peft", "pyarrow", "trl"),
     # These write a tensor operation as text, and keep what they have made of it.
     *("einops", "einx"),
+    # These save, load, show or fetch what others have made.
+    *("cloudpickle", "dill", "graphviz", "plotly", "requests", "seaborn", "yaml"),
     *("pytest", "_pytest", "hypothesis", "mip", "cffi"),
 )
 # Packages whose objects only watch a training run: their attributes change at every step, and no
