@@ -572,12 +572,14 @@ def test_a_method_of_the_class_is_bound_like_any_other() -> None:
 
 def test_a_method_that_saves_by_a_library_costs_nothing() -> None:
     """PyYAML's code reads attributes past the methods that note it."""
-    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("yaml")
 
     class Net(torch.nn.Linear):
         kept: list[torch.Tensor]
 
         def save(self) -> str:
+            import yaml
+
             return str(yaml.dump({"size": self.in_features}))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
