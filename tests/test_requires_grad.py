@@ -563,7 +563,30 @@ def test_a_weak_reference_to_the_tensor_itself_may_be_noted_again() -> None:
     assert_same_bits(*outcomes)
 
 
-def test_a_weak_reference_to_another_tensor_is_refused() -> None:
+@pytest.mark.parametrize("to", ["itself", "another"])
+def test_a_weak_reference_on_a_tensor_leads_to_what_stands_for_the_other(to: str) -> None:
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
+        noted = weight if to == "itself" else other
+        weight.own = weakref.ref(noted)  # type: ignore[attr-defined]
+
+        @wrap
+        def step(x: torch.Tensor, weight: Any = weight, noted: Any = noted) -> torch.Tensor:
+            loss = (weight.own() * x + weight).sum()
+            loss = loss * 3 if weight.own() is noted else loss
+            loss.backward()
+            with torch.no_grad():
+                weight.sub_(0.1 * weight.grad)
+            weight.grad = noted.grad = None
+            return loss.detach()
+
+        outcomes.append(tensors_and_numbers([step(torch.rand(3)) for _ in range(3)], weight, other))
+    assert_same_bits(*outcomes)
+
+
+def test_a_new_weak_reference_to_another_tensor_is_refused() -> None:
     weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.own = noted = weakref.ref(weight)  # type: ignore[attr-defined]
 

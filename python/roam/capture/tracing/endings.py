@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -546,8 +545,7 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
             )
         notes = own_attributes(one.tensor)
         for name in one.notes | notes:
-            old, new = one.notes.get(name, MISSING), notes.get(name, MISSING)
-            if not (same(old, new) or _refers_to_the_same(fake_state, old, new)):
+            if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
                     f"the step sets the attribute {name!r} of {references[one.slot].path}, which "
                     "a plan cannot repeat; set it outside of the step, or keep its "
@@ -562,15 +560,6 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
                     code="moved",
                 )
             recorder.program.flags.append((one.slot, not one.flag))
-
-
-def _refers_to_the_same(fake_state: FakeState, old: Any, new: Any) -> bool:
-    """Whether a weak reference to a fake was made anew in the place of one to the tensor that it
-    stands for. On the tensor itself Python gives the reference that is there already.
-    """
-    if not (type(old) is type(new) is weakref.ref) or old.__callback__ or new.__callback__:
-        return False
-    return any(old() is tensor and new() is fake for tensor, fake in fake_state.fakes())
 
 
 def _argument_endings(recorder: Recorder, received: Received) -> None:

@@ -268,6 +268,10 @@ class FakeState:
             if isinstance(place.space, TensorKeyedSpace):
                 place.space.exchange(self._fake)
             self._exchange_references(place.space)
+        for tensor, fake in self._fakes.values():
+            # What the user noted on a tensor was copied before the exchange.
+            noted = tensor.__dict__.items()
+            fake.__dict__.update({key: value for key, value in noted if _refers_to_tensor(value)})
         for optimizer, entries in states:
             others = {key: value for key, value in optimizer.state.items() if not _is_tensor(key)}
             optimizer.state.clear()
