@@ -737,6 +737,19 @@ def test_what_einx_keeps_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert losses(case, roam.compile) == seen
 
 
+def test_a_cell_that_the_step_holds_has_the_fake_of_its_tensor() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    (cell,) = (lambda: weight).__closure__ or ()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x * cell.cell_contents).sum() * (
+            3.0 if cell.cell_contents is weight else 1.0
+        )
+
+    x = torch.rand(3)
+    assert roam.compile(step)(x).item() == step(x).item()
+
+
 def write_to_an_array() -> Callable[[], Any]:
     array = np.zeros(4, dtype=np.float32)
     return lambda: torch.from_numpy(array).add_(1.0).sum()

@@ -33,7 +33,7 @@ from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
-from roam.state.cached_results import Results
+from roam.state.cached_results import Results, tensors_in
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
@@ -207,6 +207,10 @@ class FakeState:
         self.results: dict[int, tuple[torch.Tensor, Any]] = {}
         """By identity, the tensors that functions with a cache keep, each with its fake; there is
         no way to put the fakes in their place."""
+        self._told: list[tuple[str, Any, int]] = []
+        """Functions with a cache that keep tensors which the step comes by in another way too, each
+        with the number of its calls so far that gave what it keeps.
+        """
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor
@@ -283,11 +287,14 @@ class FakeState:
                 )
         self.growing.enter()
         leaves = [self._fake(leaf) for leaf in self._stand_ins.put(self.leaves)]
-        self.results = {
-            id(real): (real, self._fake(real))
-            for real in Results(self.reach.caches).tensors
-            if _is_result(real)
-        }
+        kept = Results(self.reach.caches).tensors
+        placed = {id(real) for real in kept if id(real) in self._fakes}
+        self._told = [
+            (path, cache, cache.cache_info().hits)
+            for path, cache in (self.reach.caches if placed else ())
+            if any(id(real) in placed for real in tensors_in(cache))
+        ]
+        self.results = {id(real): (real, self._fake(real)) for real in kept if _is_result(real)}
         self.forget_values()
         return self.taken.put(leaves)
 
@@ -314,6 +321,20 @@ class FakeState:
     def fake_of(self, tensor: Any) -> Any:
         """What stands for a tensor."""
         return self._fake(tensor)
+
+    def check_results(self) -> None:
+        """After the step: refuses it if it was given a tensor by a function with a cache, while it
+        has a fake of the same tensor elsewhere. It would take the two for different ones.
+        """
+        for path, cache, hits in self._told:
+            if cache.cache_info().hits != hits:
+                refuse(
+                    path,
+                    "keeps a tensor in its functools.lru_cache that the step comes by in another "
+                    "way too, and capture would take the two for different tensors; leave out the "
+                    "cache",
+                    code="identity",
+                )
 
     def leave(self) -> None:
         """Drops the fakes. A fake and its gradient, which holds the recorder, hold each other in a

@@ -172,6 +172,7 @@ def trace(
                 fake_state.regions.check_failure()
                 raise
             reductions.check()
+        fake_state.check_results()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
