@@ -570,6 +570,32 @@ def test_a_method_of_the_class_is_bound_like_any_other() -> None:
     assert len(Compiled.__dict__["step"]._captures) == 1
 
 
+def test_a_method_that_saves_by_a_library_costs_nothing() -> None:
+    """PyYAML's code reads attributes past the methods that note it."""
+    pytest.importorskip("yaml")
+
+    class Net(torch.nn.Linear):
+        kept: list[torch.Tensor]
+
+        def save(self) -> str:
+            import yaml
+
+            return str(yaml.dump({"size": self.in_features}))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = []
+            return super().forward(getattr(self, "shift")(x))  # noqa: B009
+
+        def shift(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    net = Net(4, 3)
+    step = roam.compile(lambda x: net(x).sum())
+    for x in [torch.randn(2, 4) for _ in range(3)]:
+        assert_same_bits([net(x).sum().detach()], [step(x).detach()])
+    assert len(step.plans) == 1
+
+
 def test_a_large_data_set_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     reach = importlib.import_module("roam.state.discovery")
     monkeypatch.setattr(reach, "_MOST_UNREAD", 2000)

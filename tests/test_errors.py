@@ -241,7 +241,7 @@ def _updated(after: Callable[[_My], Any]) -> Callable[[], Any]:
 
 def _raise_the_count(my: _My, loss: torch.Tensor) -> None:
     my.count += 1
-    my.optimizer.param_groups[0]["lr"] = my.count**2 * 0.1
+    my.optimizer.param_groups[0]["lr"] = 2**my.count * 0.1
 
 
 def _two_fake_modes() -> Any:

@@ -280,6 +280,13 @@ def drops_out_by_them(my, x, y):
     return train(my, functional.dropout(masked, rate, training=False), y), masked
 
 
+def raised_to_whole_powers(my, x, y):
+    my.steps += 1
+    my.seen = my.steps**2 + (-my.steps) ** 3
+    weight = my.steps**0 * 0.1
+    return train(my, x, y, weight + pow(my.steps, 2) / 100)
+
+
 def cuts_at_a_share(my, x, y):
     my.steps += 1
     share = 1 - 0.9**my.steps
@@ -311,7 +318,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (compared_with_numpys_numbers, 2),
         (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
         (by_functions_of_pythons, 1), (in_new_tensors, 1), (looked_up_in_tensors, 1),
-        (draws_by_them, 1), (drops_out_by_them, 2), (cuts_at_a_share, 1),
+        (draws_by_them, 1), (drops_out_by_them, 2), (cuts_at_a_share, 1), (raised_to_whole_powers, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
@@ -410,6 +417,50 @@ def test_arithmetic_that_raises_is_left_to_the_step_itself(body: Body, bounds: l
 
     assert_same_bits(run(lambda function: function), run(compiled))
     assert step.plans
+
+
+class ByShare(torch.optim.SGD):
+    """Divides each rate by the sum of the rates so far, which is 0 until one of them is not."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["total"] += group["lr"]
+            try:
+                share = group["lr"] / group["total"]
+            except ZeroDivisionError:
+                share = 0.0
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-share)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_arithmetic_on_older_numbers_comes_before_what_the_forward_pass_changes(pool: bool) -> None:
+    """As in `RAdamScheduleFree` of the package `schedulefree`."""
+
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+        )
+        optimizer = ByShare(net.parameters(), lr=0.0)
+        optimizer.param_groups[0]["total"] = 0.0
+
+        def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step, seen = wrap(train_step), []
+        for index, (x, y) in enumerate(batches(STEPS)):
+            optimizer.param_groups[0]["lr"] = 0.1 if index >= 2 else 0.0
+            seen += tensors_and_numbers(step(x, y), net.state_dict(), optimizer.state_dict())
+        return seen
+
+    eager = run(lambda step: step)
+    assert_same_bits(eager, run(lambda step: roam.compile(step, pool=pool, poison=pool)))
 
 
 def becomes_text(my, x, y):

@@ -713,6 +713,43 @@ def test_a_module_of_the_users_may_have_the_name_of_a_library(
     assert losses(case, roam.compile) == seen
 
 
+def test_what_einx_keeps_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of one of its operations puts another object in the place of its table."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "einx.py").write_text(
+        "class Table:\n    pass\n"
+        "class Registry:\n    table = Table()\n"
+        "registry = Registry()\n"
+        "def add(x, y):\n    registry.table = Table()\n    return x + y\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("roam.state.library_code._installed", {})
+    monkeypatch.delitem(sys.modules, "einx", raising=False)
+    library = importlib.import_module("einx")
+    monkeypatch.setitem(sys.modules, "einx", library)
+    state = types.SimpleNamespace(value=1.0)
+    case = Case(
+        lambda: library.add(torch.ones(()), state.value),
+        lambda value: setattr(state, "value", value),
+    )
+    seen = losses(case, lambda step: step)
+    assert losses(case, roam.compile) == seen
+
+
+def test_a_cell_that_the_step_holds_has_the_fake_of_its_tensor() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    (cell,) = (lambda: weight).__closure__ or ()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x * cell.cell_contents).sum() * (
+            3.0 if cell.cell_contents is weight else 1.0
+        )
+
+    x = torch.rand(3)
+    assert roam.compile(step)(x).item() == step(x).item()
+
+
 def write_to_an_array() -> Callable[[], Any]:
     array = np.zeros(4, dtype=np.float32)
     return lambda: torch.from_numpy(array).add_(1.0).sum()

@@ -5,6 +5,7 @@ in eager PyTorch, or the step is refused.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -533,6 +534,70 @@ def test_what_a_plan_would_not_leave_is_refused(name: str) -> None:
             None,
             None,
         )
+
+
+def test_a_weak_reference_to_the_tensor_itself_may_be_noted_again() -> None:
+    """As Pyro notes it on each parameter that has no constraint."""
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        noted: list[Any] = [weakref.ref(weight) for weight in weights]
+        for weight, reference in zip(weights, noted, strict=True):
+            weight.own = reference  # type: ignore[attr-defined]
+
+        @wrap
+        def step(x: torch.Tensor, weights: Any = weights) -> torch.Tensor:
+            for weight in weights:
+                weight.own = weakref.ref(weight)
+            loss = sum(((weight.own() * x).square().sum() for weight in weights), x.sum())
+            loss.backward()
+            with torch.no_grad():
+                for weight in weights:
+                    weight.own().sub_(0.1 * weight.grad)
+                    weight.grad = None
+            return loss.detach()
+
+        outcomes.append(tensors_and_numbers([step(torch.rand(3)) for _ in range(3)], weights))
+        assert [weight.own for weight in weights] == noted  # type: ignore[attr-defined]
+    assert_same_bits(*outcomes)
+
+
+@pytest.mark.parametrize("to", ["itself", "another"])
+def test_a_weak_reference_on_a_tensor_leads_to_what_stands_for_the_other(to: str) -> None:
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
+        noted = weight if to == "itself" else other
+        weight.own = weakref.ref(noted)  # type: ignore[attr-defined]
+
+        @wrap
+        def step(x: torch.Tensor, weight: Any = weight, noted: Any = noted) -> torch.Tensor:
+            loss = (weight.own() * x + weight).sum()
+            loss = loss * 3 if weight.own() is noted else loss
+            loss.backward()
+            with torch.no_grad():
+                weight.sub_(0.1 * weight.grad)
+            weight.grad = noted.grad = None
+            return loss.detach()
+
+        outcomes.append(tensors_and_numbers([step(torch.rand(3)) for _ in range(3)], weight, other))
+    assert_same_bits(*outcomes)
+
+
+def test_a_new_weak_reference_to_another_tensor_is_refused() -> None:
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    weight.own = noted = weakref.ref(weight)  # type: ignore[attr-defined]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.own = weakref.ref(other)  # type: ignore[attr-defined]
+        return (weight + other + x).sum()
+
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(step)(torch.ones(3))
+    assert caught.value.code == "tensor_attribute"
+    assert weight.own is noted  # type: ignore[attr-defined]
 
 
 def test_an_argument_with_hooks_is_refused() -> None:

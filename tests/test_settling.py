@@ -17,6 +17,8 @@ from steps import both, inputs
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = namedtuple("Pair", "first second")
 STATE: Any = None
+KEPT: Any = object()
+"""Stands for what the last step has left."""
 
 
 class Trainer:
@@ -411,6 +413,48 @@ class TestNoneThatTheStepReplaces:
 
         both(script)
         assert len(compiled[1]._captures) == 1
+
+    @pytest.mark.parametrize(
+        ("values", "captures"),
+        [
+            ([0.0], 1), ([0.0, KEPT, KEPT], 2), ([0.0, 1.0], 2), ([0, 0.0], 2), ([0.0, -0.0], 2),
+            ([None, 0.0, KEPT], 3),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("asks", [False, True])
+    def test_may_be_a_number(self, values: list[Any], captures: int, asks: bool) -> None:
+        """As the membrane potential of the neurons of `spikingjelly`, which begins at 0.0."""
+        compiled = []
+
+        def script(wrap):
+            torch.manual_seed(0)
+            cells = {"state": None}
+            net = torch.nn.Linear(6, 3)
+
+            @wrap
+            def step(x):
+                out, state = net(x), cells["state"]
+                if state is None or (asks and not isinstance(state, torch.Tensor)):
+                    state = torch.full_like(out, -0.5 if state is None else state)
+                cells["state"] = (state / 2 + out).detach()
+                loss = (out + cells["state"]).square().mean()
+                net.zero_grad()
+                loss.backward()
+                with torch.no_grad():
+                    net.weight.sub_(net.weight.grad)
+                return loss
+
+            returned = []
+            for place, x in enumerate(inputs(14)):
+                value = values[place % len(values)]
+                if value is not KEPT:
+                    cells["state"] = value
+                returned.append([step(x), dict(cells), net.state_dict()])
+            compiled.append(step)
+            return returned
+
+        both(script)
+        assert len(compiled[1]._captures) <= captures
 
     def test_objects_there_are_refused_in_the_end(self) -> None:
         def does(self, x, out):

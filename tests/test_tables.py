@@ -189,6 +189,23 @@ def test_what_hangs_on_the_batch_or_on_weights_is_made_by_the_first_call(of_weig
     assert len(run.plans) == 1
 
 
+def test_a_kept_result_that_is_a_parameter_of_the_model_is_refused() -> None:
+    """The function gives the parameter itself, while the model has a fake in its place."""
+    linear = torch.nn.Linear(4, 3)
+
+    @functools.lru_cache
+    def weight() -> torch.Tensor:
+        return linear.weight
+
+    weight()
+    step = roam.compile(lambda x: linear(x).sum() * (3.0 if weight() is linear.weight else 1.0))
+    with pytest.raises(roam.CaptureError, match="lru_cache") as caught:
+        step(torch.ones(2, 4))
+    assert caught.value.code == "identity"
+    unread = roam.compile(lambda x: linear(x).sum() if x.ndim == 2 else weight())
+    assert_same_bits([linear(torch.ones(2, 4)).sum()], [unread(torch.ones(2, 4))])
+
+
 class TestFunctionsThatKeepTheirResults:
     """`functools.lru_cache`: the step comes by the very tensors that the function keeps."""
 

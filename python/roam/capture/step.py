@@ -175,8 +175,8 @@ class Known:
         not_renewed: paths of those in whose place there may be others only in another plan.
         growing: paths of the lists and deques to which it only adds.
         not_growing: paths of those that it has added to, and on which it may depend.
-        from_none: paths at which earlier calls found None and left tensors.
-        fresh: those of them at which later calls found None again, so that each such call makes the
+        from_plain: paths at which earlier calls found None or a number, and left tensors.
+        fresh: those of them at which later calls found it again, so that each such call makes the
             tensors anew.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
@@ -200,7 +200,7 @@ class Known:
     not_renewed: set[str] = field(default_factory=set)
     growing: set[str] = field(default_factory=set)
     not_growing: set[str] = field(default_factory=set)
-    from_none: set[str] = field(default_factory=set)
+    from_plain: set[str] = field(default_factory=set)
     fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
@@ -403,7 +403,7 @@ def capture_step(
         known = Known() if known is None else known
         known.regions.start()
         answers = Answers() if answers is None else answers
-        reads, settles, from_none = Reads(), None, set[str]()
+        reads, settles, from_plain = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
         # The lists that grow, and an error that what is in their places may have caused.
@@ -425,7 +425,7 @@ def capture_step(
                                 answers,
                                 reads,
                                 settles,
-                                from_none,
+                                from_plain,
                             )
                             if blamed is not None:
                                 known.not_growing |= blamed[0]
@@ -467,7 +467,7 @@ def capture_step(
             if blamed is not None:
                 known.not_growing -= blamed[0]
                 known.growing |= blamed[0]
-            known.from_none |= from_none
+            known.from_plain |= from_plain
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -483,7 +483,7 @@ def _captured(
     answers: Answers,
     reads: Reads,
     settles: _Settles | None,
-    from_none: set[str],
+    from_plain: set[str],
 ) -> CapturedStep:
     taker = known.taker
     taken = taker.take(args, kwargs)
@@ -521,7 +521,7 @@ def _captured(
             settles is not None,
             reliance,
             answers,
-            from_none,
+            from_plain,
         )
         programs = tracer.live_programs() if floats else None
         if programs is None:
@@ -763,7 +763,7 @@ class _Tracer:
     """What its traces rely on without holding it."""
     answers: Answers
     """What they take for granted where the code goes on either way."""
-    from_none: set[str]
+    from_plain: set[str]
     """Gets the paths at which the step found None and left tensors."""
     stand_ins: StandIns | None = None
     """What the step gets in place of plain arguments."""
@@ -888,12 +888,12 @@ class _Tracer:
                     if grown := inside.grown() - self.known.not_growing:
                         self.known.growing |= grown
                         raise _Grows
-                    if from_none := inside.made_from_none() - self.known.fresh:
-                        if from_none <= self.known.from_none:
-                            self.known.fresh |= from_none
-                            self.known.renewed |= from_none  # of those that are lists
+                    if from_plain := inside.made_from_plain() - self.known.fresh:
+                        if from_plain <= self.known.from_plain:
+                            self.known.fresh |= from_plain
+                            self.known.renewed |= from_plain  # of those that are lists
                             raise _Renews
-                        self.from_none.update(from_none)
+                        self.from_plain.update(from_plain)
                     if settings is not None:
                         raise _Settles(settings, programs[0], _refusal(moved, []))
                     renewed = inside.renewed() - self.known.renewed

@@ -34,7 +34,8 @@ class Bindings:
         poison: whether ranges of the pool are to be filled as soon as their tensors die.
 
     Attributes:
-        order: the numbers of the calls, in the plan's order.
+        order: the numbers of the calls, in the plan's order, except that `_early_numbers` come
+            first.
         offsets: for each storage in the pool, its first byte.
         taken: for each storage that takes the memory of another one, that other one.
         dying: for each step, the storages that are used there for the last time, each with the
@@ -55,6 +56,12 @@ class Bindings:
         self.program = program
         self.placed = list(placed)
         self.order = [int(index) for index in plan.order]
+        if not any(plan.streams):
+            early = _early_numbers(program)
+            self.order = [
+                *filter(early.__contains__, self.order),
+                *(index for index in self.order if index not in early),
+            ]
         self.pool = pool
         self.pool_bytes = 0 if pool is None else plan.pool_bytes
         self.offsets: dict[int, int] = {}
@@ -177,6 +184,33 @@ class Bindings:
         return [
             slot for call in self.program.calls if call.skip_if is not None for slot in call.outputs if slot in outgoing
         ]  # fmt: skip
+
+
+def _early_numbers(program: Program) -> set[int]:
+    """Calls that calculate Python numbers of nothing but numbers from before the step.
+
+    If such arithmetic raises an error, on which the step's code may go on, a run can still be left
+    to the step itself as long as nothing has been changed. Numbers take no memory, so the plan does
+    not mind. Those that come after a branch stay there: the code may not get to them.
+    """
+    numbers = {slot for _, slot in program.referenced if program.slots[slot] is None}
+    early: set[int] = set()
+    for index, call in enumerate(program.calls):
+        if call.is_branch:
+            break
+        slots = call.refs()
+        if (
+            slots
+            and numbers.issuperset(slots)
+            and call.skip_if is None
+            and not (call.is_check or call.random or call.returns_sequence)
+            and len(call.outputs) == 1
+            and (made := call.outputs[0]) is not None
+            and program.slots[made] is None
+        ):
+            numbers.add(made)
+            early.add(index)
+    return early
 
 
 def _dying(program: Program, order: list[int]) -> list[dict[int, list[int]]]:

@@ -610,6 +610,8 @@ class _Walk:
         elif kind is memoryview:
             with suppress(ValueError):  # one that has been released
                 self._enqueue(value.obj, f"{path}.obj")
+        elif kind is types.CellType:
+            self._fill(CellSpace(value, "cell_contents", f"{path}.cell_contents"))
         elif kind is contextvars.ContextVar:
             self._fill(VariableSpace(value, path))
         elif kind in (_KEYS, _VALUES, _ITEMS):

@@ -48,7 +48,7 @@ from roam.state.equality import (
 )
 from roam.state.global_state import AMBIENT
 from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
-from roam.state.namespaces import NamesSpace
+from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
 from roam.state.user_dicts import containers_in, pattern_of
@@ -57,6 +57,9 @@ from roam.state.user_dicts import containers_in, pattern_of
 # nobody's code.
 _QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
 
+
+_CONTENTS: Final = operator.attrgetter("cell_contents")
+_PARTS: Final = operator.attrgetter(*FunctionSpace.KEYS)
 
 _LIVE: Final = object()
 """Stands for a live float among the arguments."""
@@ -191,6 +194,7 @@ class Guards:
         ]
         self._bulk = _Bulk([check for check in checks if check.is_quick])
         self._single = [check for check in checks if not check.is_quick]
+        self._functions = _Functions(self._single)
         self._fixed: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
         self._replaceable: list[tuple[str, Space, Any, tuple[Any, ...]]] = []
         seen: set[int] = set()
@@ -372,10 +376,13 @@ class Guards:
         return "an object that the step reads has another __dict__ than before"
 
     def _single_failure(self) -> str | None:
-        for check in self._single:
+        are_as_before = self._functions.are_as_before()
+        for check in self._functions.others if are_as_before else self._single:
             reason = check.failure()
             if reason is not None:
                 return reason
+        if not are_as_before:
+            self._functions.leave_out_changed()
         return None
 
     def _sharing_failure(self) -> str | None:
@@ -575,6 +582,64 @@ class _Bulk:
                 check.rebase()
         self._expect()
         return None
+
+
+class _Functions:
+    """Checks of functions and of variables that functions close over, in a few passes. A step that
+    reaches the code of a large library has tens of thousands of them.
+
+    Args:
+        checks: these and others.
+
+    Attributes:
+        others: the checks that the passes leave out.
+    """
+
+    def __init__(self, checks: list[_SpaceCheck]) -> None:
+        self._all = checks
+        self._known = {
+            id(check)
+            for check in checks
+            if type(check.space) in (CellSpace, FunctionSpace)
+            and not check.ignored
+            and not any(value is MISSING or _may_change(value) for _, value in check.expected)
+        }
+        self._arrange()
+
+    def _arrange(self) -> None:
+        known = [check for check in self._all if id(check) in self._known]
+        cells = [check for check in known if type(check.space) is CellSpace]
+        functions = [check for check in known if type(check.space) is FunctionSpace]
+        self._cells = [check.space.holder for check in cells]  # type: ignore[attr-defined]
+        self._functions = [check.space.holder for check in functions]  # type: ignore[attr-defined]
+        self._expected = [value for check in cells + functions for _, value in check.expected]
+        self.others = [check for check in self._all if id(check) not in self._known]
+
+    def are_as_before(self) -> bool:
+        """Whether all hold the very objects that they held."""
+        try:
+            contents = list(map(_CONTENTS, self._cells))
+        except ValueError:  # a variable has no value any more
+            return False
+        parts = chain(contents, chain.from_iterable(map(_PARTS, self._functions)))
+        return all(map(operator.is_, parts, self._expected))
+
+    def leave_out_changed(self) -> None:
+        """After a comparison one by one has found no difference that counts: leaves out what holds
+        other objects than before, such as a number that the step changes.
+        """
+        self._known -= {
+            id(check)
+            for check in self._all
+            if id(check) in self._known
+            and not all(
+                value is expected
+                for (_, value), (_, expected) in zip(
+                    check.space.items(), check.expected, strict=True
+                )
+            )
+        }
+        self._arrange()
 
 
 class ArgGuard:

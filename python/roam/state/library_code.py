@@ -48,6 +48,10 @@ _LIBRARIES: Final = (
     ),
     *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"),
     *("peft", "pyarrow", "trl"),
+    # These write a tensor operation as text, and keep what they have made of it.
+    *("einops", "einx"),
+    # These save, load, show or fetch what others have made.
+    *("cloudpickle", "dill", "graphviz", "plotly", "requests", "seaborn", "yaml"),
     *("pytest", "_pytest", "hypothesis", "mip", "cffi"),
 )
 # Packages whose objects only watch a training run: their attributes change at every step, and no

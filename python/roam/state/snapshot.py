@@ -224,9 +224,9 @@ class Snapshot:
                         followed.add(place.space.label(key))
         return [reason for reason in self.moved() if place_of(reason) not in followed]
 
-    def made_from_none(self) -> set[str]:
+    def made_from_plain(self) -> set[str]:
         """The paths of the changes of which `moved` tells, if all of them are tensors, or lists,
-        tuples and dictionaries with tensors, where None was.
+        tuples and dictionaries with tensors, where None or a number was.
         """
         found: set[str] = set()
         reasons = 0
@@ -238,7 +238,7 @@ class Snapshot:
                 found |= {
                     place.space.label(key)
                     for key, value in place.space.items()
-                    if _entry(items, key) is None and _is_nest_of_tensors(value)
+                    if is_none_or_number(_entry(items, key)) and _is_nest_of_tensors(value)
                 }
         return found if len(found) == reasons == len(self.moved()) else set()
 
@@ -453,6 +453,11 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
             id(part) for part in frozenset.__iter__(old)
         }
     return False
+
+
+def is_none_or_number(value: Any) -> bool:
+    """Whether a value may stand where a step puts tensors, as long as there are none."""
+    return value is None or type(value) in (int, float)
 
 
 def _is_nest_of_tensors(value: Any) -> bool:

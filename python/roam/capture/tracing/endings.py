@@ -703,14 +703,14 @@ def _attribute_endings(
             raise ReadMore
         program.overwritten.append(reference)
         _leave_nest(program, reference, skeleton, entries)
-    for reference in fake_state.fresh:
+    for reference, old in fake_state.fresh:
         value = reference.get()
-        if value is None:
+        if value is old:
             continue
         skeleton, entries = _nest(recorder, reference, value, shared)
         if skeleton is MISSING:
             error = CaptureError(
-                f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from None to "
+                f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from {old} to "
                 f"{show(value)}; return the value, and change the state outside of the step",
                 code="moved",
             )

@@ -33,7 +33,7 @@ from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
-from roam.state.cached_results import Results
+from roam.state.cached_results import Results, tensors_in
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
@@ -52,7 +52,7 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made
+from roam.state.snapshot import Made, is_none_or_number
 from roam.state.spaces import Space
 from roam.state.user_dicts import containers_in, pattern_of
 from roam.torch_compat.private import (
@@ -168,14 +168,14 @@ class FakeState:
         some may hold none yet.
         """
         self.fresh = [
-            AttributeReference(place.space, key, place.space.label(key))
+            (AttributeReference(place.space, key, place.space.label(key)), value)
             for place in (reach.places if fresh else ())
             if place.guarded
             for key, value in place.space.items()
-            if value is None and place.space.label(key) in fresh
+            if is_none_or_number(value) and place.space.label(key) in fresh
         ]
-        """References to the None in whose place the step puts tensors. Calls find None there again,
-        or another plan is for them."""
+        """References to the None and the numbers in whose place the step puts tensors, with these
+        values. Calls find them there again, or another plan is for them."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]
@@ -207,6 +207,10 @@ class FakeState:
         self.results: dict[int, tuple[torch.Tensor, Any]] = {}
         """By identity, the tensors that functions with a cache keep, each with its fake; there is
         no way to put the fakes in their place."""
+        self._told: list[tuple[str, Any, int]] = []
+        """Functions with a cache that keep tensors which the step comes by in another way too, each
+        with the number of its calls so far that gave what it keeps.
+        """
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor
@@ -268,6 +272,10 @@ class FakeState:
             if isinstance(place.space, TensorKeyedSpace):
                 place.space.exchange(self._fake)
             self._exchange_references(place.space)
+        for tensor, fake in self._fakes.values():
+            # What the user noted on a tensor was copied before the exchange.
+            noted = tensor.__dict__.items()
+            fake.__dict__.update({key: value for key, value in noted if _refers_to_tensor(value)})
         for optimizer, entries in states:
             others = {key: value for key, value in optimizer.state.items() if not _is_tensor(key)}
             optimizer.state.clear()
@@ -279,11 +287,14 @@ class FakeState:
                 )
         self.growing.enter()
         leaves = [self._fake(leaf) for leaf in self._stand_ins.put(self.leaves)]
-        self.results = {
-            id(real): (real, self._fake(real))
-            for real in Results(self.reach.caches).tensors
-            if _is_result(real)
-        }
+        kept = Results(self.reach.caches).tensors
+        placed = {id(real) for real in kept if id(real) in self._fakes}
+        self._told = [
+            (path, cache, cache.cache_info().hits)
+            for path, cache in (self.reach.caches if placed else ())
+            if any(id(real) in placed for real in tensors_in(cache))
+        ]
+        self.results = {id(real): (real, self._fake(real)) for real in kept if _is_result(real)}
         self.forget_values()
         return self.taken.put(leaves)
 
@@ -310,6 +321,20 @@ class FakeState:
     def fake_of(self, tensor: Any) -> Any:
         """What stands for a tensor."""
         return self._fake(tensor)
+
+    def check_results(self) -> None:
+        """After the step: refuses it if it was given a tensor by a function with a cache, while it
+        has a fake of the same tensor elsewhere. It would take the two for different ones.
+        """
+        for path, cache, hits in self._told:
+            if cache.cache_info().hits != hits:
+                refuse(
+                    path,
+                    "keeps a tensor in its functools.lru_cache that the step comes by in another "
+                    "way too, and capture would take the two for different tensors; leave out the "
+                    "cache",
+                    code="identity",
+                )
 
     def leave(self) -> None:
         """Drops the fakes. A fake and its gradient, which holds the recorder, hold each other in a

@@ -231,10 +231,15 @@ class Values(Slots):
         )
         if form in self._calculated:
             return self._calculated[form]
-        if gives_integer and function is operator.pow:
+        if (
+            gives_integer
+            and function is operator.pow
+            # With an exponent that is known not to be negative, the result is an integer.
+            and not (type(operands[1]) is int and operands[1] >= 0)
+        ):
             self.refuse(
-                "an integer that changes from call to call is raised to an integer power, which "
-                "may give an int or a float; write the exponent as a float",
+                "an integer is raised to an integer power that is negative or changes from call "
+                "to call, which may give an int or a float; write the exponent as a float",
                 code="live_power",
                 source=source,
             )

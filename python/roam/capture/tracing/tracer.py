@@ -176,6 +176,7 @@ def trace(
             recorder.messages.check()
             recorder.messages.check_clock(fake_state.reach.code)
             reductions.check()
+        fake_state.check_results()
         recorder.program.reduced = reductions.modules
         recorder.program.synced = reductions.taken_back()
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
@@ -191,8 +192,8 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
-        for fresh in fake_state.fresh:
-            fresh.set(None)
+        for fresh, value in fake_state.fresh:
+            fresh.set(value)
         reductions.taken_back()
         if has_parts:
             forget_layouts()
