@@ -673,8 +673,8 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
             recorder.program.plain_state.append((reference, number))
         elif number is not None:
             raise CaptureError(
-                f"the step makes {reference.path} a {type(number).__name__}, which was a number "
-                "before; keep a number there",
+                f"the step puts {show(number)} at {reference.path}, where a number was before; keep "
+                "a number there, or a tensor from the beginning",
                 code="moved",
             )
 
