@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
 import logging
 import sys
@@ -491,3 +492,29 @@ def test_an_error_of_a_stream_is_the_users() -> None:
     step = roam.compile(made(lambda my, loss, x: print("x")))
     with contextlib.redirect_stdout(Broken()), pytest.raises(BrokenPipeError):
         step(torch.ones(2, 4))
+
+
+def test_a_capture_of_messages_leaves_nothing_for_the_collector() -> None:
+    net = nn.Linear(4, 3)
+
+    @roam.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        print(f"loss {loss.item():.3f} {loss}", loss, "%.3f" % loss.item())
+        loss.backward()
+        net.zero_grad()
+        return loss
+
+    shown(step, times=2)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        shown(step, times=2, rows=3)
+        gc.collect()
+        kinds = {type(value).__name__ for value in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not kinds & {"Recorder", "Messages", "FakeTensor", "Call"}

@@ -12,13 +12,14 @@ import datetime
 import dis
 import functools
 import logging
+import math
 import numbers
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -90,10 +91,17 @@ class Messages:
 
     def __init__(self, recorder: Records) -> None:
         self.all: list[Message] = []
-        self._recorder = recorder
+        self._recorder: Any = recorder
         self._marks: list[_Mark] = []
         self._open: set[int] = set()
         self._streams = sys.stdout, sys.stderr
+        self._is_over = False
+
+    def close(self) -> None:
+        """Ends the trace: there are no messages any more."""
+        self._is_over = True
+        self.all, self._marks = [], []
+        self._recorder = None  # which holds this one
 
     def text(self, value: Any, asks: str, form: str = "") -> str | None:
         """A mark for the text of a value; None if more than a message may read the text.
@@ -104,7 +112,7 @@ class Messages:
             form: the format.
         """
         frame = _calling_frame()
-        if frame is None or not is_user_code(frame.f_code):
+        if self._is_over or frame is None or not is_user_code(frame.f_code):
             return None
         use = use_of_text(frame, asks)
         if use is None or use.name not in _USES:
@@ -134,7 +142,7 @@ class Messages:
             kind: `float` or `int`, which has been asked for.
         """
         frame = _calling_frame()
-        if frame is None or not is_user_code(frame.f_code):
+        if self._is_over or frame is None or not is_user_code(frame.f_code):
             return None
         use = use_of_text(frame, "number")
         if use is None or use.name not in _USES or len(self._marks) >= _MOST_NUMBERS:
@@ -276,7 +284,11 @@ class Messages:
 
     def _parted(self, text: str, place: tuple[int, int]) -> str | Text:
         """A text with the values that its marks stand for, which are then in use."""
-        here = [n for n in self._open if (self._marks[n].use.offset, self._marks[n].frame) == place]
+        here = [
+            number
+            for number in sorted(self._open)
+            if (self._marks[number].use.offset, self._marks[number].frame) == place
+        ]
         parts: list[Any] = _MARK.split(text)
         for at in range(1, len(parts), 2):
             number = int(parts[at])
@@ -307,7 +319,9 @@ class Messages:
             for at, piece in enumerate(pieces)
         ]
         found = set()
-        for chosen in islice(combinations(places, len(marks)), _MOST_WAYS):
+        if math.comb(len(places), len(marks)) > _MOST_WAYS:
+            return [text]
+        for chosen in combinations(places, len(marks)):
             groups = list(plain)
             for at, mark in zip(chosen, marks, strict=True):
                 groups[at] = f"({re.escape(_by(pieces[at], mark))})"
@@ -338,8 +352,10 @@ class Messages:
         if any(is_live(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
             parts = [leaf if type(leaf) is str else self._shown(leaf) for leaf in leaves]
             return pytree.tree_unflatten(parts, spec)
-        number = value.real if isinstance(value, numbers.Real) else None
-        return Object(str(value), repr(value), None if number is None else float(number))
+        number: float | None = None
+        if isinstance(value, numbers.Real):
+            number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        return Object(str(value), repr(value), number)
 
     def _of_tensor(self, tensor: torch.Tensor) -> Shown:
         if (

@@ -123,6 +123,7 @@ class Values(Slots):
     def close(self) -> None:
         super().close()
         self.is_over = True
+        self.messages.close()
         self._calculated.clear()  # live numbers, which know the recorder
 
     # -- numbers
