@@ -443,6 +443,12 @@ def _names_a_node() -> bool:
     return f"grad_fn=<{name}>" in repr((x * 2).mean())
 
 
+def _prints_by_options() -> bool:
+    before = private.print_options()
+    with torch._tensor_str.printoptions(precision=2):
+        return private.print_options() != before
+
+
 def _shows_a_tensor() -> bool:
     x = torch.ones(13, dtype=torch.float64, requires_grad=True)
     made = [x, x * 1e9, x[:1].sum(), x.expand(3, 13) * 2]
@@ -1492,6 +1498,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
         private.strides_together(torch.ones(2, 3).t(), torch.ones(3, 2).expand(3, 2)) == (1, 3)
     ),
     "subclass_of": _fakes,
+    "print_options": _prints_by_options,
     "tensor_text": _shows_a_tensor,
     "tensor_uses": _holds,
     "suggest_memory_format": lambda: (

@@ -4,6 +4,7 @@ they were.
 
 from __future__ import annotations
 
+import io
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -1064,7 +1065,14 @@ def refuse_shapeless(reach: Reach) -> None:
 def _refuse_unseen_state(reach: Reach) -> None:
     """Refuses what the step holds and no guard can compare."""
     refuse_shapeless(reach)
-    for path, _ in reach.iterators:
+    for path, iterator in reach.iterators:
+        if isinstance(iterator, io.IOBase):
+            refuse(
+                path,
+                "is a stream, of which no guard sees what it is connected to; let the step name "
+                "sys.stdout or sys.stderr where it prints, or write to the stream outside of it",
+                code="iterator",
+            )
         refuse(
             path,
             "is an iterator, and every later step would get the item that it gives at capture; "

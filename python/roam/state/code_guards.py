@@ -1,13 +1,14 @@
-"""Guards of what a traced step used but does not hold: the libraries' code that it ran, and
-environment variables.
+"""Guards of what a traced step used but does not hold: the libraries' code that it ran, environment
+variables, and whether loggers were enabled.
 
 A function of a module, a method of a class, or an environment variable may be replaced between two
-calls. The trace notes which of them it used, and a guard compares these, and no others, at every
-call.
+calls, and the level of a logger set. The trace notes which of them it used, and a guard compares
+these, and no others, at every call.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import types
@@ -34,14 +35,17 @@ Names = dict[str, Any]
 
 
 class Reliance:
-    """The libraries' code and the environment variables that traces used. When the traces are over
-    and everything is in place again, `settled` notes what these are; from then on `failure`
-    compares.
+    """The libraries' code, the environment variables, and the levels of loggers that traces used.
+    When the traces are over and everything is in place again, `settled` notes what these are; from
+    then on `failure` compares.
     """
 
     def __init__(self) -> None:
         self.code: dict[types.CodeType, Names] = {}
         """Code that ran around operators, each with its globals."""
+        self.levels: set[tuple[logging.Logger, int]] = set()
+        """(logger, level) of the messages that the step gives to loggers."""
+        self._enabled: dict[tuple[logging.Logger, int], bool] = {}
         self._looked_at = 0
         self._variables: dict[Any, Any] = {}
         self._environment: dict[Any, Any] | None = None
@@ -159,6 +163,7 @@ class Reliance:
         self._objects = [*reach.modules, *reach.optimizers]
         self._kinds = [type(value) for _, value in self._objects]
         self._just_objects = [value for _, value in self._objects]
+        self._enabled = {asked: asked[0].isEnabledFor(asked[1]) for asked in self.levels}
         self.code = {}
         return self
 
@@ -173,6 +178,7 @@ class Reliance:
             and list(map(id, self._just_objects)) == list(map(id, other._just_objects))
             and self._kinds == other._kinds
             and self._variables.items() >= other._variables.items()
+            and self._enabled.items() >= other._enabled.items()
             and other._environment in (None, self._environment)
         )
 
@@ -204,6 +210,10 @@ class Reliance:
             for (path, value), kind in zip(self._objects, self._kinds, strict=True):
                 if type(value) is not kind:
                     return changed(f"the class of {path}", show(kind), show(type(value)))
+        for (logger, level), expected in self._enabled.items():
+            if (now := logger.isEnabledFor(level)) is not expected:
+                asked = f"whether the logger {logger.name} is enabled for level {level}"
+                return changed(asked, show(expected), show(now))
         return self._environment_failure()
 
     def _replaced(self) -> str:

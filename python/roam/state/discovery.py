@@ -817,6 +817,7 @@ class _Walk:
         self._place(FunctionSpace(function, path))
         self.tested = tested_names(function.__code__)
         self.reach.code[function.__code__] = function.__globals__
+        self.reach.cells[function.__code__] = function.__closure__ or ()
         code, defaults = function.__code__, function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         if not is_plain(defaults):

@@ -9,15 +9,18 @@ are those of the call.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from roam.state.live_scalars import is_live
 from roam.torch_compat.private import pytree, tensor_text
+
+N = TypeVar("N", int, float)
 
 BLANK: Final = "\ufdd0"
 """A character that no text has."""
@@ -54,18 +57,24 @@ class Shown(NamedTuple):
     def __int__(self) -> int:
         return int(self.values)
 
+    def __index__(self) -> int:
+        return operator.index(self.values)
+
 
 class Object(NamedTuple):
     """An object that is neither tensor nor plain value, as it was when the step gave it out.
 
     Attributes:
-        text, representation: what `str` and `repr` made of it.
-        number: its value, if it is a number.
+        text, representation: what `str` and `repr` made of it; empty if the message shows only the
+            other.
+        as_index, as_int, as_float: what `operator.index`, `int` and `float` made of it, or None.
     """
 
     text: str
     representation: str
-    number: float | None
+    as_index: int | None
+    as_int: int | None
+    as_float: float | None
 
     def __str__(self) -> str:
         return self.text
@@ -73,19 +82,20 @@ class Object(NamedTuple):
     def __repr__(self) -> str:
         return self.representation
 
-    def __format__(self, form: str) -> str:
-        return format(self.text if self.number is None else self.number, form)
-
     def __float__(self) -> float:
-        return float(self._number())
+        return _number(self.as_float)
 
     def __int__(self) -> int:
-        return int(self._number())
+        return _number(self.as_int)
 
-    def _number(self) -> float:
-        if self.number is None:
-            raise TypeError("must be a real number")
-        return self.number
+    def __index__(self) -> int:
+        return _number(self.as_index)
+
+
+def _number(value: N | None) -> N:
+    if value is None:
+        raise TypeError("must be a real number")
+    return value
 
 
 class Formatted(NamedTuple):

@@ -108,6 +108,7 @@ class Reach:
         self.links: defaultdict[int, list[tuple[int, Edge | None]]] = defaultdict(list)
         self.roots: set[int] = set()
         self.code: dict[types.CodeType, dict[str, Any]] = {}
+        self.cells: dict[types.CodeType, tuple[types.CellType, ...]] = {}
         self.held_elsewhere: dict[int, CaptureError] = {}
         self.shared: list[Any] = []
         self.growing: list[Growing] = []

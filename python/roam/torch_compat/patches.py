@@ -88,6 +88,7 @@ PATCHES: Final = (
     Patch("builtins", ("print",), _MESSAGE, _NO_MESSAGE),
     Patch("logging.Logger", ("debug", "info", "warning", "warn", "error", "critical", "fatal", "log", "exception"),
           _MESSAGE, _NO_MESSAGE),
+    Patch("<the standard streams>", ("write",), _MESSAGE, _NO_MESSAGE),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),
     Patch("gc", ("get_referrers", "get_referents"), _IDENTITY, _NO_IDENTITY),
@@ -225,6 +226,7 @@ PATCHES: Final = (
 
 USERS_GLOBALS: Final = "<globals of the user's functions>"
 SCHEDULERS: Final = "<schedulers of the step>"
+STREAMS: Final = "<the standard streams>"
 REAL_OPTIMIZER: Final = "<the optimizer that `roam.parallelize` is given>"
 USERS_CLASSES: Final = "<classes of the user's objects>"
 
@@ -258,8 +260,8 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
 
     Args:
         replacements: what to put where, one after the other.
-        of: `SCHEDULERS` or `REAL_OPTIMIZER` for objects that depend on the step; else holders are
-            looked up in `PATCHES`.
+        of: `SCHEDULERS`, `STREAMS` or `REAL_OPTIMIZER` for objects that depend on the step; else
+            holders are looked up in `PATCHES`.
 
     Raises:
         Unlisted: a replacement that `PATCHES` does not have.

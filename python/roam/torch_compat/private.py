@@ -1387,6 +1387,12 @@ def name_of_node(node: Any) -> str:
     return node.name().rsplit("::", 1)[-1] if name == "CppFunction" else name
 
 
+def print_options() -> tuple[Any, ...]:
+    """All on which the text of a tensor depends, beside the tensor."""
+    options = vars(torch._tensor_str.PRINT_OPTS).items()
+    return (*options, torch.get_default_dtype(), torch.get_default_device())
+
+
 def tensor_text(tensor: torch.Tensor, suffix: str) -> str:
     """The text of a tensor that has no gradient, with what that of another one says of its own."""
     text = repr(tensor)
@@ -1529,6 +1535,7 @@ __all__ = [
     "packet_of",
     "parameters_of",
     "prepares_after",
+    "print_options",
     "private_use_type",
     "protect_pointer",
     "put_in_place",

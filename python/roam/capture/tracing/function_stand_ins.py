@@ -42,7 +42,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import Replacement, globals_added, replaced
+from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -309,6 +309,11 @@ def stand_ins_placed(
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
+        writes = [
+            (stream, name, _in_trace(recorder, getattr(stream, name), stand_in))
+            for stream, name, stand_in in recorder.messages.stand_ins_of_streams()
+        ]
+        stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
         for name, stand_in in conversions(recorder).items():

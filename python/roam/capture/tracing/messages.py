@@ -8,33 +8,43 @@ trace puts a mark in its place if only a call of `print` or of a logger can read
 from __future__ import annotations
 
 import builtins
-import datetime
-import dis
+import collections
+import contextlib
 import functools
 import logging
 import math
-import numbers
+import operator
 import re
 import sys
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
-from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
+from types import CellType, CodeType, FrameType, TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from roam.capture.tracing.clock import reads_clock
 from roam.capture.tracing.fake_identity import is_parameter
-from roam.capture.tracing.source_location import is_user_code, shown_path
+from roam.capture.tracing.source_location import is_standard, is_user_code, shown_path
 from roam.capture.tracing.text_uses import Use, offset_of_call, use_of_text
 from roam.errors import CaptureError
 from roam.own_code import is_own_file
 from roam.program.ir import Source
-from roam.state.library_code import is_installed, nested_code
+from roam.state.library_code import is_installed
 from roam.state.live_scalars import is_live
 from roam.state.messages import BLANK, Formatted, Logged, Message, Object, Printed, Shown, Text
-from roam.torch_compat.private import FakeTensor, is_dtensor, name_of_node, pytree
+from roam.torch_compat.patches import Replacement
+from roam.torch_compat.private import (
+    FakeTensor,
+    is_dtensor,
+    is_view,
+    name_of_node,
+    print_options,
+    pytree,
+    version_of,
+)
 
 _MARK: Final = re.compile(f"{BLANK}([0-9]+);")
 _CONVERSION: Final = re.compile(r"(%(?:\([^)]*\))?[-+ #0]*[0-9]*(?:\.[0-9]*)?[hlL]?[a-zA-Z]|%%)")
@@ -49,15 +59,12 @@ _LOGGERS: Final = {
 _USES: Final = frozenset({"print", *_LOGGERS})
 _PLAIN: Final = (int, float, bool, type(None))
 _LOGGING: Final = logging.addLevelName.__code__.co_filename
-_CLOCK_NAMES: Final = frozenset(
-    {
-        "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns",
-        "thread_time", "thread_time_ns", "ctime", "asctime", "localtime", "gmtime", "strftime",
-    }
-)  # fmt: skip
-_CLOCKS: Final = frozenset(getattr(time, name) for name in _CLOCK_NAMES)
-"""Functions of Python's own that tell the time."""
-_DATES: Final = frozenset({"now", "utcnow", "today"})
+_COLLECTIONS: Final = frozenset(
+    {tuple, list, dict, collections.OrderedDict, collections.defaultdict, collections.deque}
+)
+_NAMED_TUPLE: Final = collections.namedtuple.__code__.co_filename
+_METHODS_OF_RECORDS: Final = ("_log", "findCaller", "handle", "makeRecord")
+"""By which a class of loggers decides what becomes of a message."""
 _identity = id  # while a step is traced, its code gets another function for it
 
 
@@ -87,14 +94,18 @@ class Messages:
 
     Attributes:
         all: the messages so far.
+        levels: (logger, level) of the messages to loggers, also of those that are not given out.
     """
 
     def __init__(self, recorder: Records) -> None:
         self.all: list[Message] = []
+        self.levels: set[tuple[logging.Logger, int]] = set()
         self._recorder: Any = recorder
         self._marks: list[_Mark] = []
         self._open: set[int] = set()
         self._streams = sys.stdout, sys.stderr
+        self._logged: list[tuple[logging.Logger, int, Source]] = []
+        self._options = print_options()
         self._is_over = False
 
     def close(self) -> None:
@@ -112,7 +123,7 @@ class Messages:
             form: the format.
         """
         frame = _calling_frame()
-        if self._is_over or frame is None or not is_user_code(frame.f_code):
+        if self._is_over or frame is None or not _is_of_user(frame.f_code):
             return None
         use = use_of_text(frame, asks)
         if use is None or use.name not in _USES:
@@ -142,7 +153,7 @@ class Messages:
             kind: `float` or `int`, which has been asked for.
         """
         frame = _calling_frame()
-        if self._is_over or frame is None or not is_user_code(frame.f_code):
+        if self._is_over or frame is None or not _is_of_user(frame.f_code):
             return None
         use = use_of_text(frame, "number")
         if use is None or use.name not in _USES or len(self._marks) >= _MOST_NUMBERS:
@@ -167,12 +178,25 @@ class Messages:
                 )
             except CaptureError as error:
                 raise error from cause
+        for logger, level, source in self._logged if cause is None else ():
+            if not logger.isEnabledFor(level):
+                self._recorder.refuse(
+                    "the step sets a logger's level so that what it has logged is no longer "
+                    "logged; set levels outside of the step",
+                    code="value_reached_python",
+                    source=source,
+                )
 
-    def check_clock(self, code: Mapping[CodeType, dict[str, Any]]) -> None:
+    def check_clock(
+        self,
+        code: Mapping[CodeType, dict[str, Any]],
+        cells: Mapping[CodeType, tuple[CellType, ...]],
+    ) -> None:
         """Looks, where there are messages, whether the step reads the clock.
 
         Args:
             code: of all functions that the step reaches, each with its globals.
+            cells: their variables of functions around them.
 
         Raises:
             CaptureError: a function of the user's does. What it prints may have the time in it.
@@ -180,13 +204,21 @@ class Messages:
         if not self.all:
             return
         for one, names in code.items():
-            if is_user_code(one) and not is_installed(one.co_filename) and _reads_clock(one, names):
+            if not _is_of_user(one) or is_installed(one.co_filename):
+                continue
+            if reads_clock(one, names, cells.get(one, ())):
                 self._recorder.refuse(
                     f"the step prints or logs, and {one.co_qualname if hasattr(one, 'co_qualname') else one.co_name} reads the "
                     "clock; a plan would show the time of the capture; measure and show the time outside of the step",
                     code="unstable",
                     source=Source("", shown_path(one.co_filename), one.co_firstlineno),
                 )
+
+    def stand_ins_of_streams(self) -> Iterator[Replacement]:
+        """Of the methods by which Python's own `print` writes, under whatever name it is called."""
+        for stream in {_identity(stream): stream for stream in self._streams}.values():
+            if hasattr(stream, "__dict__") and hasattr(stream, "write"):
+                yield stream, "write", functools.partial(self._write, stream.write, stream)
 
     def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, stand-in) of the functions that give messages out."""
@@ -199,11 +231,16 @@ class Messages:
     def _print(self, plain: Callable[..., Any], *values: Any, **options: Any) -> None:
         frame = _calling_frame()
         streams = sys.stdout, sys.stderr
-        file = options.get("file") or streams[0]
-        separator, end = options.get("sep", " "), options.get("end", "\n")
+        file = options.get("file")
+        if file is None:
+            file = streams[0]
+        separator, end = (
+            str.__str__(one) if isinstance(one, str) else one
+            for one in (options.get("sep", " "), options.get("end", "\n"))
+        )
         if (
             frame is None
-            or not is_user_code(frame.f_code)
+            or not _is_of_user(frame.f_code)
             or options.keys() - {"sep", "end", "file", "flush"}
             or not any(
                 file is now is before for now, before in zip(streams, self._streams, strict=True)
@@ -213,16 +250,39 @@ class Messages:
             self._check_unmarked((*values, separator, end))
             plain(*values, **options)
             return
-        words = self._words(values, frame)
+        words = self._words(values, frame, "s")
         self._check_unmarked((separator, end))
-        is_error = file is streams[1] and file is not streams[0]
-        self.all.append(Printed(words, separator, end, is_error, bool(options.get("flush"))))
+        flushes = bool(options.get("flush"))
+        self.all.append(Printed(words, separator, end, self._is_of_errors(file), flushes))
+
+    def _write(self, plain: Callable[..., Any], stream: Any, *texts: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        files = set()
+        while frame is not None and _writes_for_others(frame.f_code.co_filename):
+            files.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        self._check_unmarked(texts)
+        if (
+            frame is None
+            or not _is_of_user(frame.f_code)
+            or is_installed(frame.f_code.co_filename)
+            or len(texts) != 1
+            or type(texts[0]) is not str
+        ):
+            return plain(*texts)
+        if traceback.__file__ in files:
+            self._text_of(True)
+        self.all.append(Printed([*texts], "", "", self._is_of_errors(stream), True))
+        return len(texts[0])
+
+    def _is_of_errors(self, file: Any) -> bool:
+        return file is self._streams[1] and file is not self._streams[0]
 
     def _log(
         self, name: str, plain: Callable[..., Any], logger: Any, *given: Any, **options: Any
     ) -> None:
         frame = _calling_frame((_LOGGING,))
-        level = _LOGGERS[name]
+        level: Any = _LOGGERS[name]
         values: Any = given
         if level is None and given:
             level, *values = given
@@ -231,46 +291,79 @@ class Messages:
         error = options.get("exc_info", name == "exception")
         if (
             frame is None
-            or not is_user_code(frame.f_code)
+            or not _is_of_user(frame.f_code)
             or is_installed(frame.f_code.co_filename)
-            or type(level) is not int
-            or type(above) is not int
-            or type(extra) not in (dict, type(None))
-            or type(error) not in (bool, type(None))
             or not values
-            or options.keys() - {"stacklevel", "extra", "exc_info"}
-            or logging.getLogger(logger.name) is not logger
         ):
             self._check_unmarked((*given, *options.values()))
             plain(logger, *given, **options)
             return
+        if (
+            type(level) is not int
+            or type(above) is not int
+            or type(extra) not in (dict, type(None))
+        ):
+            self._refuse_call("a level, a stacklevel or an extra that is of another class")
+        self.levels.add((logger, level))
         is_wanted = logger.isEnabledFor(level)
-        words = self._words(values, frame, is_wanted)
+        asks = "" if not is_wanted else "srn" if _asks_for_representation(values[0]) else "sn"
+        words = self._words(values, None if _is_processed() else frame, asks)
         if not is_wanted:
             return
-        extra = extra and dict(zip(extra, self._words([*extra.values()], frame), strict=True))
+        if options.keys() - {"stacklevel", "extra", "exc_info"}:
+            self._refuse_call(f"{', '.join(options.keys() - {'stacklevel', 'extra', 'exc_info'})}")
+        if any(
+            getattr(type(logger), method, None) is not getattr(logging.Logger, method)
+            for method in _METHODS_OF_RECORDS
+        ):
+            self._refuse_call("a logger of a class that makes or handles records in its own way")
+        if _registered(logger.name) is not logger:
+            self._refuse_call("a logger that logging.getLogger() does not know")
+        if len(values) == 2 and isinstance(values[1], Mapping) and _is_whole(values[1]):
+            self._refuse_call("a mapping that is not a dict")
+        extra = extra and dict(
+            zip(extra, self._words([*extra.values()], frame, "srn"), strict=True)
+        )
         for _ in range(above - 1):
             frame = frame.f_back or frame
         code = frame.f_code
         place = code.co_filename, frame.f_lineno, code.co_name
-        text = traceback.format_exc().removesuffix("\n") if error else None
+        self._logged.append((logger, level, Source("", shown_path(place[0]), frame.f_lineno)))
+        text = self._text_of(error) if error else None
         self.all.append(Logged(logger.name, level, words[0], words[1:], *place, extra, text))
 
-    def _words(self, values: Sequence[Any], frame: FrameType, is_wanted: bool = True) -> list[Any]:
+    def _refuse_call(self, what: str) -> None:
+        self._recorder.refuse(
+            f"the step logs with {what}, which a plan cannot repeat; log outside of the step, or "
+            "without it",
+            code="value_reached_python",
+        )
+
+    def _text_of(self, error: Any) -> str:
+        """What a logger shows of an exception: the present one, or the one that it is given."""
+        if isinstance(error, BaseException):
+            error = type(error), error, error.__traceback__
+        elif type(error) is not tuple:
+            error = sys.exc_info()
+        if any(not _is_of_user(code) for code in _codes_of(error[1])):
+            self._refuse_call("the traceback of an exception that comes from a library")
+        return "".join(traceback.format_exception(*error)).removesuffix("\n")
+
+    def _words(self, values: Sequence[Any], frame: FrameType | None, asks: str) -> list[Any]:
         """What a message shows, of a call's arguments.
 
         Args:
             values: the arguments.
-            frame: of the user's code that makes the call.
-            is_wanted: whether the message is given out.
+            frame: of the user's code that makes the call; None if other code has seen the texts.
+            asks: what it may show of an object, see `_of_object`; nothing if it is not given out.
         """
-        place = offset_of_call(frame), _identity(frame)
+        place = (-1, -1) if frame is None else (offset_of_call(frame), _identity(frame))
         try:
             return [
                 self._parted(value, place)
                 if type(value) is str
-                else self._shown(value)
-                if is_wanted
+                else self._shown(value, asks)
+                if asks
                 else None
                 for value in values
             ]
@@ -338,8 +431,12 @@ class Messages:
         self._open -= set(marks)
         return [*parts, text[end:]]
 
-    def _shown(self, value: Any) -> Any:
+    def _shown(self, value: Any, asks: str = "r") -> Any:
         """What stands for a value in a message.
+
+        Args:
+            value: any.
+            asks: what the message may show of an object, see `_of_object`.
 
         Raises:
             _Unknown: it is, or holds, a tensor that no message can show.
@@ -348,16 +445,21 @@ class Messages:
             return value
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
         if any(is_live(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
             parts = [leaf if type(leaf) is str else self._shown(leaf) for leaf in leaves]
             return pytree.tree_unflatten(parts, spec)
-        number: float | None = None
-        if isinstance(value, numbers.Real):
-            number = int(value) if isinstance(value, numbers.Integral) else float(value)
-        return Object(str(value), repr(value), number)
+        if type(value) is dict:  # whose values a logger's message may name
+            return {key: self._shown(part, asks) for key, part in value.items()}
+        return _of_object(value, asks)
 
     def _of_tensor(self, tensor: torch.Tensor) -> Shown:
+        if print_options() != self._options:
+            self._recorder.refuse(
+                "the step prints a tensor after it has changed how tensors are printed; set "
+                "printing options, the default dtype and the default device outside of the step",
+                code="value_reached_python",
+            )
         if (
             not isinstance(tensor, FakeTensor)
             or is_dtensor(tensor)
@@ -367,6 +469,12 @@ class Messages:
             or self._recorder.slot_of(tensor) is None
         ):
             raise _Unknown
+        if tensor.grad_fn is not None and is_view(tensor) and version_of(tensor):
+            self._recorder.refuse(
+                "the step prints a view of a tensor that it has changed in place, whose text names "
+                "another function of autograd for real tensors; print it with detach()",
+                code="value_reached_python",
+            )
         suffix = "requires_grad=True" if tensor.requires_grad else ""
         if tensor.grad_fn is not None:
             suffix = f"grad_fn=<{name_of_node(tensor.grad_fn)}>"
@@ -395,25 +503,91 @@ def _by(conversion: str, mark: int) -> str:
         return BLANK
 
 
-def _reads_clock(code: CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether code, or a function in it, names a function that tells the time."""
-    for part in nested_code(code):
-        found = [names.get(name) for name in part.co_names]
-        if any(value in _CLOCKS for value in found if isinstance(value, BuiltinFunctionType)):
-            return True
-        if any(value is time for value in found) and any(
-            one.argval in _CLOCK_NAMES
-            for one in dis.get_instructions(part)
-            if one.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        ):
-            return True
-        if not _DATES.isdisjoint(part.co_names) and any(
-            value is datetime or value in (datetime.datetime, datetime.date)
-            for value in found
-            if isinstance(value, (type, ModuleType))
-        ):
-            return True
+def _of_object(value: Any, asks: str) -> Any:
+    """What stands for an object in a message.
+
+    Args:
+        value: neither tensor nor plain value, and without any in it.
+        asks: what the message may show, of which nothing else is asked: `s` for `str`, `r` for
+            `repr`, and `n` for its number.
+    """
+    numbers: list[Any] = [None, None, None]
+    functions: tuple[Callable[[Any], Any], ...] = (operator.index, int, float)
+    for place, function in enumerate(functions if "n" in asks else ()):
+        if hasattr(type(value), f"__{function.__name__}__"):
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                numbers[place] = function(value)
+    texts = str(value) if "s" in asks else "", repr(value) if "r" in asks else ""
+    return Object(*texts, *numbers)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a message shows an object by code of its own class, and not part by part."""
+    kind = type(value)
+    if kind in _COLLECTIONS or kind.__module__ == "torch.return_types":
+        return False
+    code = getattr(kind.__repr__, "__code__", None)
+    return not (
+        issubclass(kind, tuple)
+        and code is not None
+        and code.co_filename == _NAMED_TUPLE
+        and kind.__str__ is object.__str__
+    )
+
+
+def _asks_for_representation(message: Any) -> bool:
+    return type(message) is not str or re.search(r"%(\(.*?\))?[^a-zA-Z%]*[ra]", message) is not None
+
+
+def _registered(name: str) -> logging.Logger | None:
+    """The logger that Python finds by a name."""
+    root = logging.getLogger()
+    if name == root.name:
+        return root
+    found = logging.Logger.manager.loggerDict.get(name)
+    return found if isinstance(found, logging.Logger) else None
+
+
+def _is_processed() -> bool:
+    """Whether the message of a logger has gone through a method of the user's adapter."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        is_own_file(frame.f_code.co_filename) or frame.f_code.co_filename == _LOGGING
+    ):
+        adapter = frame.f_locals.get("self") if frame.f_code.co_filename == _LOGGING else None
+        if isinstance(adapter, logging.LoggerAdapter):
+            return type(adapter).process is not logging.LoggerAdapter.process
+        frame = frame.f_back
     return False
+
+
+def _codes_of(error: BaseException | None) -> Iterator[CodeType]:
+    """The code through which an exception, and those before it, have come."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or _identity(one) in seen:
+            continue
+        seen.add(_identity(one))
+        waiting += [one.__cause__, one.__context__]
+        trace: TracebackType | None = one.__traceback__
+        while trace is not None:
+            yield trace.tb_frame.f_code
+            trace = trace.tb_next
+
+
+def _is_of_user(code: CodeType) -> bool:
+    """Whether code is the user's, also if no file has it, as in a terminal."""
+    file = code.co_filename
+    if file.startswith("<"):
+        return not file.startswith(("<frozen", "<eval_with_key>"))
+    return is_user_code(code)
+
+
+def _writes_for_others(file: str) -> bool:
+    """Whether a file's code writes what its caller shows, as that of `pprint` does."""
+    return is_own_file(file) or (is_standard(file) and file not in (_LOGGING, warnings.__file__))
 
 
 def _calling_frame(hidden: Collection[str] = ()) -> FrameType | None:

@@ -43,7 +43,7 @@ def _classify(code: CodeType) -> int:
             bits |= _BACKWARD
     elif is_own_file(file):
         bits |= _OURS
-    elif not file.startswith("<") and not _is_standard(file):
+    elif not file.startswith("<") and not is_standard(file):
         bits |= _USER
         if shown_path(file).startswith("numpy" + os.sep):
             bits |= _NUMPYS  # which no message should name in place of its caller
@@ -75,7 +75,8 @@ def is_user_code(code: CodeType) -> bool:
     return bool(_bits_of(code) & _USER)
 
 
-def _is_standard(file: str) -> bool:
+def is_standard(file: str) -> bool:
+    """Whether a file is one of the standard library's."""
     return file.startswith(_STANDARD) and "-packages" + os.sep not in file
 
 

@@ -30,7 +30,7 @@ _CALLS: Final = {
 }  # fmt: skip
 """How many values lie below the arguments of a call, and how many above them."""
 _ADDS: Final = ("BINARY_ADD", "INPLACE_ADD")
-_PADDED: Final = re.compile(r"%(?:\(\w*\))?[^a-zA-Z%]+[sra]|%a")
+_PADDED: Final = re.compile(r"%(?:\([^%]*?\))?(?:[^a-zA-Z%]+[hlL]?[sra]|[hlL]?a)")
 """Where the operator ``%`` makes something else of a text."""
 _MAKERS: Final = {"format": ("format",), "str": ("str",), "repr": ("repr", "str"), "number": ()}
 """By what asks a value for its text, the functions and methods that return this text as it is."""

@@ -174,7 +174,8 @@ def trace(
                 recorder.messages.check(error)
                 raise
             recorder.messages.check()
-            recorder.messages.check_clock(fake_state.reach.code)
+            fake_state.reliance.levels |= recorder.messages.levels
+            recorder.messages.check_clock(fake_state.reach.code, fake_state.reach.cells)
             reductions.check()
         fake_state.check_results()
         recorder.program.reduced = reductions.modules
@@ -260,6 +261,8 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             code="data_dependent", operator=str(error.func), source=user_line(error),
         ) from error  # fmt: skip
     except Exception as error:
+        if (refusal := _refused_before(error)) is not None:
+            raise refusal from None
         line = user_line(error)
         if is_of_dynamo(type(error).__module__):
             raise CaptureError(
@@ -282,6 +285,14 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )  # fmt: skip
         refusal.settles = settles
         raise refusal from error
+
+
+def _refused_before(error: BaseException) -> CaptureError | None:
+    """The refusal after which the step's own handling of errors has raised an exception."""
+    before = error.__context__
+    while before is not None and not isinstance(before, CaptureError):
+        before = before.__context__
+    return before
 
 
 def _is_of_loader(error: BaseException) -> bool:
