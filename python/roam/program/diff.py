@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from itertools import combinations_with_replacement
@@ -283,7 +284,7 @@ def _is_resized(
         return len(known) == len(value) and all(
             _is_resized(*pair, sizes, made) for pair in zip(known, value, strict=True)
         )
-    if kind is dict:
+    if kind is dict or kind is OrderedDict:
         return known.keys() == value.keys() and all(
             _is_resized(known[key], value[key], sizes, made) for key in value
         )

@@ -8,6 +8,7 @@ these places holds a fake tensor instead of the real one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,9 +119,14 @@ def _copied(nest: Any) -> Any:
         return list(map(_copied, nest))
     if isinstance(nest, tuple):
         return as_tuple(type(nest), map(_copied, nest))
-    if type(nest) is dict:
-        return {key: _copied(value) for key, value in nest.items()}
+    if type(nest) is dict or type(nest) is OrderedDict:
+        return type(nest)((key, _copied(value)) for key, value in nest.items())
     return nest
+
+
+def is_bare_ordered(value: Any) -> bool:
+    """Whether a value is an `OrderedDict` without attributes beside its entries."""
+    return type(value) is OrderedDict and not vars(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ import functools
 import random
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -463,8 +464,8 @@ def is_none_or_number(value: Any) -> bool:
 def _is_nest_of_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or is made of tensors, plain values and containers."""
     kind = type(value)
-    if kind in (list, tuple, dict):
-        parts = list(value.values() if kind is dict else value)
+    if kind in (list, tuple, dict, OrderedDict):
+        parts = list(value.values() if isinstance(value, dict) else value)
         return any(map(_is_nest_of_tensors, parts)) and all(
             is_plain(part) or _is_nest_of_tensors(part) for part in parts
         )

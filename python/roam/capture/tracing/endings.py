@@ -35,6 +35,7 @@ from roam.state.references import (
     Skeleton,
     StateReference,
     as_tuple,
+    is_bare_ordered,
     is_filled,
     optimizer_references,
 )
@@ -789,12 +790,15 @@ def _nest(
     is_tuple = type(value) is tuple or (
         hasattr(type(value), "_make") and not hasattr(value, "__dict__")
     )
-    if not (type(value) in (list, dict) or is_tuple) or (id(value) in shared and value != ()):
+    is_dictionary = type(value) is dict or is_bare_ordered(value)
+    if not (is_dictionary or type(value) is list or is_tuple) or (
+        id(value) in shared and value != ()
+    ):
         return MISSING, []
     shared.add(id(value))
     found: list[tuple[Any, int]] = []
-    parts: dict[Any, Any] = {}
-    for key, part in value.items() if type(value) is dict else enumerate(value):
+    parts: dict[Any, Any] = type(value)() if is_dictionary else {}
+    for key, part in value.items() if is_dictionary else enumerate(value):
         if not is_plain(key):
             return MISSING, []
         parts[key], entries = _nest(
@@ -803,7 +807,7 @@ def _nest(
         if parts[key] is MISSING:
             return MISSING, []
         found += entries
-    if type(value) is dict:
+    if is_dictionary:
         return parts, found
     return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
 
