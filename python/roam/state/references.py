@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roam.state.containers import MappingSpace
-from roam.state.equality import MISSING
+from roam.state.equality import MISSING, is_numpy_float
 from roam.state.optimizer_spaces import is_live_number
 from roam.state.reach import Reach
 from roam.state.spaces import Space
@@ -277,7 +277,7 @@ def number_references(reach: Reach, paths: Collection[str]) -> Iterator[PlaceRef
         space = place.space
         for key, value in space.items() if paths and place.guarded else ():
             if (path := space.label(key)) in paths:
-                is_number = value is None or type(value) in (int, float)
+                is_number = value is None or type(value) in (int, float) or is_numpy_float(value)
                 found.setdefault(path, []).append(
                     PlaceReference(space, key, path, "live" if is_number else "", tied=False)
                 )

@@ -29,7 +29,7 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, Difference, changed, is_plain, same, show
+from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace
@@ -545,7 +545,11 @@ def _is_number_after(old: Any, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or isinstance(value, (LiveFloat, LiveInt))
+    return (
+        type(value) in (int, float)
+        or isinstance(value, (LiveFloat, LiveInt))
+        or is_numpy_float(value)
+    )
 
 
 def _is_untouched(space: Space, items: Items) -> bool:

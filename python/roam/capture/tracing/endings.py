@@ -20,7 +20,7 @@ from roam.program.ir import History, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
-from roam.state.equality import MISSING, attributes_of, is_plain, same, show
+from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.lost_attributes import lost_attribute
 from roam.state.made_objects import opened
 from roam.state.metadata import gradient_dtype
@@ -670,7 +670,11 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
         if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
             if not recorder.is_as_given(reference):
                 recorder.program.rebinds.append((reference, slot))
-        elif type(number) in (int, float) or (number is None and reference.path in given):
+        elif (
+            type(number) in (int, float)
+            or is_numpy_float(number)
+            or (number is None and reference.path in given)
+        ):
             recorder.program.plain_state.append((reference, number))
         elif number is not None:
             raise CaptureError(
