@@ -3,6 +3,7 @@ its first."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -110,6 +111,15 @@ class TestAttributesThatTheStepSetsBeforeItLooksAtThem:
             self.log_dict.note = "kept"  # type: ignore[attr-defined]
 
         with pytest.raises(roam.CaptureError, match=r"log_dict changed from nothing"):
+            roam.compile(Trainer(does).step)(next(iter(inputs(1))))
+
+    def test_are_named_if_they_come_from_a_clock(self) -> None:
+        def does(self, x, out):
+            self.elapsed_s = time.perf_counter()
+
+        with pytest.raises(
+            roam.CaptureError, match=r"they left [\d.]+ and [\d.]+ at self.elapsed_s"
+        ):
             roam.compile(Trainer(does).step)(next(iter(inputs(1))))
 
     def test_make_no_plan_for_what_they_held_before(self) -> None:
