@@ -282,6 +282,22 @@ def test_entries_that_a_step_makes_in_a_default_dictionary() -> None:
     _check(_trained(build), plans=1)  # the first call runs by itself, and makes the list
 
 
+def test_a_list_beside_entries_that_the_first_step_makes() -> None:
+    def build(train: Step) -> Built:
+        scalars: dict[str, list[Any]] = defaultdict(list)
+        queue: deque[Any] = deque()
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = train(x, y)
+            scalars["loss"].append(loss.item())
+            queue.append(("loss", {"value": loss.item()}))
+            return loss
+
+        return step, [scalars, queue]
+
+    _check(_trained(build), plans=1)
+
+
 def test_of_a_librarys_model_that_imports_its_parts_late() -> None:
     """The library's code names `sys.modules`, and the step's own calls `model.modules()`."""
     transformers = pytest.importorskip("transformers")

@@ -234,6 +234,16 @@ def by_functions_of_numpys(my, x, y):
     return train(my, x, y), rate
 
 
+def sums_of_numpys(my, x, y):
+    my.steps += 1
+    loss = train(my, x, y)
+    my.loss = np.float64(0.9) * my.loss + np.sqrt(loss.item())
+    my.is_high, my.is_low = my.loss > 1e9, loss.item() < np.float64(-1e9)
+    tensors = torch.tensor(my.loss), torch.tensor([1.0, my.loss]), loss.detach() * my.loss
+    plain = float(np.sqrt(my.loss)), round(my.loss), torch.tensor(float(my.loss))
+    return loss, my.loss, my.is_high, my.is_low, tensors, plain
+
+
 def by_functions_of_pythons(my, x, y):
     my.steps += 1
     angle = math.atan2(my.steps, 3) + math.asin(1 / my.steps) + math.fmod(my.steps, 0.7)
@@ -314,7 +324,9 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         # Gradients are there or not, updated or not, and the optimizer has state or not.
         (every_third, 4),
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
-        (compared_with_none, 1), (looks_at_the_type, 1), (right_of_numpys_numbers, 1),
+        (compared_with_none, 1), (looks_at_the_type, 1),
+        (sums_of_numpys, 1),
+        (right_of_numpys_numbers, 2),  # the sum is a float of Python's at first
         (compared_with_numpys_numbers, 2),
         (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
         (by_functions_of_pythons, 1), (in_new_tensors, 1), (looked_up_in_tensors, 1),

@@ -3,7 +3,8 @@ its first."""
 
 from __future__ import annotations
 
-from collections import namedtuple
+import time
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,40 @@ class TestAttributesThatTheStepSetsBeforeItLooksAtThem:
         (step,) = steps(does, after)
         assert len(step._captures) == 1
         assert step._known.settling == 0
+
+    def test_may_be_ordered_dictionaries(self) -> None:
+        def does(self, x, out):
+            terms = OrderedDict()
+            for name, term in [("mean", out.mean()), ("largest", out.detach().max())]:
+                terms[name] = term.item()
+            terms["parts"] = OrderedDict(out=out.detach(), first={"n": 1})
+            terms.move_to_end("mean")
+            self.log_dict = terms
+            return out.sum()
+
+        def after(self):
+            assert type(self.log_dict) is type(self.log_dict["parts"]) is OrderedDict
+            return list(self.log_dict), list(self.log_dict.values())
+
+        (step,) = steps(does, after)
+        assert len(step._captures) == 1
+
+    def test_are_refused_if_they_are_ordered_dictionaries_with_attributes(self) -> None:
+        def does(self, x, out):
+            self.log_dict = OrderedDict(mean=out.mean().item())
+            self.log_dict.note = "kept"  # type: ignore[attr-defined]
+
+        with pytest.raises(roam.CaptureError, match=r"log_dict changed from nothing"):
+            roam.compile(Trainer(does).step)(next(iter(inputs(1))))
+
+    def test_are_named_if_they_come_from_a_clock(self) -> None:
+        def does(self, x, out):
+            self.elapsed_s = time.perf_counter()
+
+        with pytest.raises(
+            roam.CaptureError, match=r"they left [\d.]+ and [\d.]+ at self.elapsed_s"
+        ):
+            roam.compile(Trainer(does).step)(next(iter(inputs(1))))
 
     def test_make_no_plan_for_what_they_held_before(self) -> None:
         def does(self, x, out):

@@ -463,6 +463,9 @@ def capture_step(
                             continue
                         if blamed is not None and blamed[1].code != error.code:
                             blamed = None  # they stay what they are
+                        elif blamed is not None and blamed[1].settles and not error.settles:
+                            # The step can be captured with these lists once it has run.
+                            raise blamed[1] from None
                         raise
         finally:
             if blamed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from itertools import combinations_with_replacement
@@ -14,7 +15,7 @@ import torch
 
 from roam.program.bits import differ
 from roam.program.ir import Call, ComputedGuard, Program, Ref, substitute
-from roam.state.equality import same
+from roam.state.equality import same, show
 from roam.state.messages import BLANK
 from roam.state.references import ArgumentReference, Skeleton
 from roam.torch_compat.private import OpOverload, schema_of
@@ -63,7 +64,7 @@ def difference(first: Program, second: Program) -> str | None:
                 f"it prints {_shown(one_text)} in one trace, and {_shown(other_text)} in the other"
             )
     if not _same_values(first.plain_state, second.plain_state):
-        return "the plain values left behind differ"
+        return _other_values(first.plain_state, second.plain_state)
     if not _is_resized(first.result[0], second.result[0], set()):
         return "the results differ"
     if not _same_constants(first.constants, second.constants):
@@ -283,7 +284,7 @@ def _is_resized(
         return len(known) == len(value) and all(
             _is_resized(*pair, sizes, made) for pair in zip(known, value, strict=True)
         )
-    if kind is dict:
+    if kind is dict or kind is OrderedDict:
         return known.keys() == value.keys() and all(
             _is_resized(known[key], value[key], sizes, made) for key in value
         )
@@ -316,6 +317,14 @@ def _same_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) ->
         one.path == two.path and _is_resized(_nest(old), _nest(new), set())
         for (one, old), (two, new) in zip(known, others, strict=True)
     )
+
+
+def _other_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> str:
+    for (one, old), (two, new) in zip(known, others, strict=False):
+        if one.path == two.path and not _is_resized(_nest(old), _nest(new), set()):
+            now = show(_nest(new))
+            return f"they left {show(_nest(old))} and {now} at {one.path}"
+    return "they left plain values in different places"
 
 
 def _nest(value: Any) -> Any:

@@ -65,6 +65,11 @@ def is_numpy_scalar(value: object) -> bool:
     return _is_numpy(type(value), "generic")
 
 
+def is_numpy_float(value: object) -> bool:
+    """Whether `value` is a `numpy.float64`, which is a float of Python's too."""
+    return isinstance(value, float) and _is_numpy(type(value), "float64")
+
+
 def is_numpy_array(value: object) -> bool:
     """Whether `value` is a NumPy array."""
     return _is_numpy(type(value), "ndarray")

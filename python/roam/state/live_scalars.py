@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from roam.state.equality import is_numpy_float
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import VF
 
@@ -35,14 +36,19 @@ LOOK_UP: Final = (
 class LiveNode:
     """What C++ carries through a kernel's arguments in place of the number; see
     `torch.SymFloat.node`.
+
+    Attributes:
+        is_numpys: whether the number is a `numpy.float64`, whose comparisons give a `numpy.bool_`,
+            and of which PyTorch makes tensors of float64.
     """
 
-    __slots__ = ("is_integer_value", "origin", "slot", "trace")
+    __slots__ = ("is_integer_value", "is_numpys", "origin", "slot", "trace")
 
     def __init__(self, trace: TraceContext, slot: int, is_integer_value: bool, origin: str) -> None:
         self.trace = trace
         self.slot = slot
         self.is_integer_value = is_integer_value
+        self.is_numpys = False
         self.origin = origin
 
     def is_int(self) -> bool:
@@ -323,7 +329,9 @@ def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
         if any(isinstance(other, _OTHERS) for other in others):
             return NotImplemented  # type: ignore[no-any-return]
-        return bool(self.node.decide(function, self, others))
+        answer = bool(self.node.decide(function, self, others))
+        numpys = any(map(is_of_numpy, (self, *others)))
+        return sys.modules["numpy"].bool_(answer) if numpys else answer
 
     return method
 
@@ -609,6 +617,8 @@ def _kind_of(number: Any) -> Any:
     if isinstance(number, torch.Tensor):
         is_number = number.dim() == 0 and not number.is_complex() and number.dtype is not torch.bool
         return number.dtype if is_number else None
+    if is_of_numpy(number):
+        return torch.float64
     if isinstance(number, (float, torch.SymFloat)):
         return torch.get_default_dtype()
     if isinstance(number, bool):
@@ -619,6 +629,11 @@ def _kind_of(number: Any) -> Any:
 def is_live(value: Any) -> bool:
     """Whether a value is a live number."""
     return isinstance(getattr(value, "node", None), LiveNode)
+
+
+def is_of_numpy(number: Any) -> bool:
+    """Whether a number, or the one that it stands for, is a `numpy.float64`."""
+    return number.node.is_numpys if is_live(number) else is_numpy_float(number)
 
 
 def as_live(number: Any) -> Any:

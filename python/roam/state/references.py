@@ -8,6 +8,7 @@ these places holds a fake tensor instead of the real one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from roam.state.containers import MappingSpace
-from roam.state.equality import MISSING
+from roam.state.equality import MISSING, is_numpy_float
 from roam.state.optimizer_spaces import is_live_number
 from roam.state.reach import Reach
 from roam.state.spaces import Space
@@ -118,9 +119,14 @@ def _copied(nest: Any) -> Any:
         return list(map(_copied, nest))
     if isinstance(nest, tuple):
         return as_tuple(type(nest), map(_copied, nest))
-    if type(nest) is dict:
-        return {key: _copied(value) for key, value in nest.items()}
+    if type(nest) is dict or type(nest) is OrderedDict:
+        return type(nest)((key, _copied(value)) for key, value in nest.items())
     return nest
+
+
+def is_bare_ordered(value: Any) -> bool:
+    """Whether a value is an `OrderedDict` without attributes beside its entries."""
+    return type(value) is OrderedDict and not vars(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,7 +277,7 @@ def number_references(reach: Reach, paths: Collection[str]) -> Iterator[PlaceRef
         space = place.space
         for key, value in space.items() if paths and place.guarded else ():
             if (path := space.label(key)) in paths:
-                is_number = value is None or type(value) in (int, float)
+                is_number = value is None or type(value) in (int, float) or is_numpy_float(value)
                 found.setdefault(path, []).append(
                     PlaceReference(space, key, path, "live" if is_number else "", tied=False)
                 )

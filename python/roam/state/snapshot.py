@@ -11,6 +11,7 @@ import functools
 import random
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, Difference, changed, is_plain, same, show
+from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace
@@ -463,8 +464,8 @@ def is_none_or_number(value: Any) -> bool:
 def _is_nest_of_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or is made of tensors, plain values and containers."""
     kind = type(value)
-    if kind in (list, tuple, dict):
-        parts = list(value.values() if kind is dict else value)
+    if kind in (list, tuple, dict, OrderedDict):
+        parts = list(value.values() if isinstance(value, dict) else value)
         return any(map(_is_nest_of_tensors, parts)) and all(
             is_plain(part) or _is_nest_of_tensors(part) for part in parts
         )
@@ -544,7 +545,11 @@ def _is_number_after(old: Any, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or isinstance(value, (LiveFloat, LiveInt))
+    return (
+        type(value) in (int, float)
+        or isinstance(value, (LiveFloat, LiveInt))
+        or is_numpy_float(value)
+    )
 
 
 def _is_untouched(space: Space, items: Items) -> bool:

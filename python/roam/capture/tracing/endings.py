@@ -20,7 +20,7 @@ from roam.program.ir import History, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
-from roam.state.equality import MISSING, attributes_of, is_plain, same, show
+from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.lost_attributes import lost_attribute
 from roam.state.made_objects import opened
 from roam.state.metadata import gradient_dtype
@@ -35,6 +35,7 @@ from roam.state.references import (
     Skeleton,
     StateReference,
     as_tuple,
+    is_bare_ordered,
     is_filled,
     optimizer_references,
 )
@@ -669,7 +670,11 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
         if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
             if not recorder.is_as_given(reference):
                 recorder.program.rebinds.append((reference, slot))
-        elif type(number) in (int, float) or (number is None and reference.path in given):
+        elif (
+            type(number) in (int, float)
+            or is_numpy_float(number)
+            or (number is None and reference.path in given)
+        ):
             recorder.program.plain_state.append((reference, number))
         elif number is not None:
             raise CaptureError(
@@ -789,12 +794,15 @@ def _nest(
     is_tuple = type(value) is tuple or (
         hasattr(type(value), "_make") and not hasattr(value, "__dict__")
     )
-    if not (type(value) in (list, dict) or is_tuple) or (id(value) in shared and value != ()):
+    is_dictionary = type(value) is dict or is_bare_ordered(value)
+    if not (is_dictionary or type(value) is list or is_tuple) or (
+        id(value) in shared and value != ()
+    ):
         return MISSING, []
     shared.add(id(value))
     found: list[tuple[Any, int]] = []
-    parts: dict[Any, Any] = {}
-    for key, part in value.items() if type(value) is dict else enumerate(value):
+    parts: dict[Any, Any] = type(value)() if is_dictionary else {}
+    for key, part in value.items() if is_dictionary else enumerate(value):
         if not is_plain(key):
             return MISSING, []
         parts[key], entries = _nest(
@@ -803,7 +811,7 @@ def _nest(
         if parts[key] is MISSING:
             return MISSING, []
         found += entries
-    if type(value) is dict:
+    if is_dictionary:
         return parts, found
     return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
 

@@ -31,7 +31,7 @@ def conversions(trace: TraceContext) -> dict[str, Callable[..., Any]]:
         number = _number(*args)
         if not is_live(number):
             return float(*args)
-        return number if isinstance(number, float) else trace.scalar_call(float, (number,))
+        return trace.scalar_call(float, (number,))  # which may be a float of NumPy's
 
     def as_int(*args: Any) -> Any:
         number = _number(*args)

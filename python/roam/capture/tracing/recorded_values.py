@@ -43,9 +43,17 @@ from roam.program.ir import (
     Source,
     ref_to,
 )
-from roam.state.equality import MISSING
+from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
-from roam.state.live_scalars import MATH, ROUNDING, LiveFloat, LiveInt, LiveNode, nearest
+from roam.state.live_scalars import (
+    MATH,
+    ROUNDING,
+    LiveFloat,
+    LiveInt,
+    LiveNode,
+    is_of_numpy,
+    nearest,
+)
 from roam.state.references import ArgumentReference, OptimizerReference
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import (
@@ -59,6 +67,8 @@ aten = torch.ops.aten
 
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 _GIVE_INTEGERS = {int, nearest, *ROUNDING}
+_GIVE_PYTHONS = {float, *MATH.values(), *_GIVE_INTEGERS}
+"""Functions that never give a `numpy.float64`, whatever they are given."""
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
@@ -140,10 +150,12 @@ class Values(Slots):
         Comparisons are answered by its present value, and noted.
         """
         live = self._live(type(value) is int, reference.path)
+        live.node.is_numpys = is_numpy_float(value)
         self.program.referenced.append((reference, live.node.slot))
         self._given[live.node.slot] = reference, value
         self._seen[live.node.slot] = value
-        self.decided(live.node.slot, is_integer if type(value) is int else is_float, ())
+        is_kind = is_integer if type(value) is int else is_float
+        self.decided(live.node.slot, is_numpy_float if is_numpy_float(value) else is_kind, ())
         return live
 
     def decided(
@@ -245,6 +257,9 @@ class Values(Slots):
                 source=source,
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
+        live.node.is_numpys = function not in _GIVE_PYTHONS and (
+            type(function).__name__ == "ufunc" or any(map(is_of_numpy, operands))
+        )
         self.program.calls.append(
             Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
         )
