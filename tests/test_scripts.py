@@ -330,7 +330,7 @@ def test_what_code_asks_of_a_learning_rate_is_guarded() -> None:
         ):
             optimizer.param_groups[0]["lr"] = rate
             returned.append(run(x, y))
-        assert len(getattr(run, "plans", [])) in (0, 4)
+        assert len(getattr(run, "plans", [])) in (0, 5)  # the rate of NumPy's has its own
         return [returned, net.state_dict()]
 
     both(script)

@@ -91,8 +91,8 @@ def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
     for a value as for a stand-in.
     """
     return (
-        traceback.tb_next is None
-        and not issubclass(kind, _OF_CONTROL)
+        not issubclass(kind, _OF_CONTROL)
+        and (traceback is None or traceback.tb_next is None)
         and ways_of(frame.f_code).is_users
         and frame.f_code.co_code[frame.f_lasti] not in _RAISES
     )
