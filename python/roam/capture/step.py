@@ -33,6 +33,7 @@ from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import trace
+from roam.capture.tracing.unnoticed_reads import tests_identity
 from roam.capture.tracing.unread_values import StandIns, unread
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
@@ -48,7 +49,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.state.arguments import Taker, live_floats
+from roam.state.arguments import Taker, argument_path, live_floats, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -176,6 +177,8 @@ class Known:
         not_renewed: paths of those in whose place there may be others only in another plan.
         growing: paths of the lists and deques to which it only adds.
         not_growing: paths of those that it has added to, and on which it may depend.
+        read_whole: paths of the integers among arguments with which the step does more than to
+            calculate.
         from_plain: paths at which earlier calls found None or a number, and left tensors.
         fresh: those of them at which later calls found it again, so that each such call makes the
             tensors anew.
@@ -201,6 +204,7 @@ class Known:
     not_renewed: set[str] = field(default_factory=set)
     growing: set[str] = field(default_factory=set)
     not_growing: set[str] = field(default_factory=set)
+    read_whole: set[str] = field(default_factory=set)
     from_plain: set[str] = field(default_factory=set)
     fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
@@ -512,6 +516,10 @@ def _captured(
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
+    integers: Collection[int] = ()
+    if taker.varied and not any(map(tests_identity, reach.code)):
+        varied = taker.varied - known.read_whole
+        integers = live_integers(taken, args, kwargs, varied)
     reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)
@@ -527,10 +535,19 @@ def _captured(
             answers,
             from_plain,
         )
-        programs = tracer.live_programs() if floats else None
+        programs = None
+        if integers:
+            programs = replace(tracer, integers=integers).live_programs()
+            if programs is None:
+                paths = taken.paths(argument_path, args, kwargs)
+                known.read_whole |= {paths[place] for place in integers}
+                integers = ()
+        if floats and programs is None:
+            programs = tracer.live_programs()
+        tracer = replace(tracer, integers=integers)
         if programs is None:
-            # A float argument that decides something in Python cannot be live; it is guarded by
-            # value instead.
+            # An argument whose very value Python needs cannot be live; it is guarded by value
+            # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
         if settles is not None and not _is_settled(settles, programs[0]):
             settles.refusal.settles = True  # the step that finds all of it set has just been traced
@@ -538,9 +555,10 @@ def _captured(
         kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
-        unread_places = tracer.unread(live_arguments=bool(floats))
+        has_live = bool(floats or integers)
+        unread_places = tracer.unread(live_arguments=has_live)
         if reach.growing:
-            tracer.check_growing(live_arguments=bool(floats))
+            tracer.check_growing(live_arguments=has_live)
     except CaptureError as error:
         reads.check()
         reads.add_functions(reliance.unreached(reach))
@@ -581,8 +599,9 @@ def _captured(
         for reference, _ in programs[0].referenced
         if isinstance(reference, ArgumentReference)
     }
-    arguments = ArgGuard(args, kwargs, guards, floats, received, taker, unread_places)
-    kinds = {type(taken.leaves[place]) for place in unread_places}
+    live = [*floats, *integers]
+    arguments = ArgGuard(args, kwargs, guards, live, received, taker, unread_places)
+    kinds = {type(taken.leaves[place]) for place in (*unread_places, *integers)}
     known.taker = replace(known.taker, unread=known.taker.unread | kinds)
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
@@ -771,6 +790,8 @@ class _Tracer:
     """Gets the paths at which the step found None and left tensors."""
     stand_ins: StandIns | None = None
     """What the step gets in place of plain arguments."""
+    integers: Collection[int] = ()
+    """The places of the integers among the flattened arguments that are live where floats are."""
     copies_lists: bool = False
     """Whether it gets copies of lists that grow, instead of stand-ins."""
 
@@ -833,6 +854,7 @@ class _Tracer:
             stand_ins=self.stand_ins,
             layouts=self.known.layouts,
             copies_lists=self.copies_lists,
+            integers=self.integers,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
@@ -1019,6 +1041,7 @@ class _Tracer:
                 self.args, self.kwargs
             )
             if path in taker.varied or self.known.is_captured_once
+            if place not in self.integers
         }
         if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
             return ()

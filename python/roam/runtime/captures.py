@@ -154,7 +154,7 @@ class Captures(Sequence[Captured[R]]):
         place = max(range(len(counts)), key=counts.__getitem__, default=-1)
         if place < 0 or counts[place] == 1 or counts[place] * _FEW < len(keys):
             return (
-                "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with. "
+                "What changes from call to call belongs in tensors, or in numbers among the arguments that the step only calculates with. "
                 f"Objects that the step reads are best made once, before the first call. {_BUCKETS}"
             )
         path, kind = newest.step.arguments.described()[place]
@@ -170,7 +170,7 @@ class Captures(Sequence[Captured[R]]):
             )
         return (
             f"{path} has come with {counts[place]} values lately: if the step only shows or counts them, "
-            "leave them out of the arguments; otherwise make a tensor of them, or a float that the step only calculates "
+            "leave them out of the arguments; otherwise make a tensor of them, or numbers that the step only calculates "
             "with, or keep more plans by roam.compile(max_plans=...)"
         )
 

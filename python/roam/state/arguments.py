@@ -389,13 +389,36 @@ def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The places, among the leaves, of floats that are arguments or lie in containers among the
     arguments. Floats inside objects do not count: they are compared by value.
     """
-    found, place = [], 0
+    return [place for place, leaf in _outside_objects(taken, args, kwargs) if type(leaf) is float]
+
+
+def live_integers(
+    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str]
+) -> Collection[int]:
+    """The same for integers that have not been the same in all calls.
+
+    Args:
+        taken, args, kwargs: of a call.
+        varied: the paths of such values.
+    """
+    paths = taken.paths(argument_path, args, kwargs)
+    return [
+        place
+        for place, leaf in _outside_objects(taken, args, kwargs)
+        if type(leaf) is int and paths[place] in varied
+    ]
+
+
+def _outside_objects(
+    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int, Any]]:
+    """The leaves that lie in no object, each with its place among all leaves."""
+    place = 0
     for index, leaf in enumerate(flattened((args, kwargs), taken.closed)[0]):
         parts = taken.objects.get(index)
-        if parts is None and type(leaf) is float:
-            found.append(place)
+        if parts is None:
+            yield place, leaf
         place += 1 if parts is None else len(parts.places)
-    return found
 
 
 def argument_path(path: tuple[Any, ...]) -> str:
@@ -418,5 +441,6 @@ __all__ = [
     "argument_path",
     "flatten_with_paths",
     "live_floats",
+    "live_integers",
     "parts_of",
 ]

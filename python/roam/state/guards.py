@@ -63,6 +63,8 @@ _PARTS: Final = operator.attrgetter(*FunctionSpace.KEYS)
 
 _LIVE: Final = object()
 """Stands for a live float among the arguments."""
+_LIVE_INTEGER: Final = object()
+"""Stands for a live integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,7 +654,8 @@ class ArgGuard:
         kwargs: its keyword arguments.
         guards: the state's guards; where given, an argument that shares memory with a parameter,
             buffer or loose tensor must do so again, and no other may.
-        live: places among the flattened arguments of floats that the step reads anew at every call.
+        live: places among the flattened arguments of floats and integers that the step reads anew
+            at every call.
         received: places of the tensors that are the call's own, with their gradients, and in no
             other place of the step's.
         taker: takes the arguments apart.
@@ -677,7 +680,7 @@ class ArgGuard:
         self._leaves = [
             (
                 path,
-                _LIVE
+                (_LIVE if type(value) is float else _LIVE_INTEGER)
                 if index in live
                 else _Unread(type(value))
                 if index in unread
@@ -711,7 +714,9 @@ class ArgGuard:
                 "tensor"
                 if isinstance(expected, _Leaf)
                 else "value"
-                if expected is _LIVE or type(expected) is _Unread or is_plain(expected)
+                if expected in (_LIVE, _LIVE_INTEGER)
+                or type(expected) is _Unread
+                or is_plain(expected)
                 else "object",
             )
             for path, expected in self._leaves
@@ -742,6 +747,9 @@ class ArgGuard:
             elif expected is _LIVE:
                 if type(value) is not float:
                     return changed(path, "a float", show(value))
+            elif expected is _LIVE_INTEGER:
+                if type(value) is not int:
+                    return changed(path, "an integer", show(value))
             elif type(expected) is _Unread:
                 if type(value) is not expected.kind:
                     return changed(path, f"of class {expected.kind.__name__}", show(value))

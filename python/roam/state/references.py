@@ -192,8 +192,8 @@ class ScalerReference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArgumentReference:
-    """The call's own argument, by its place among the flattened arguments: a tensor of the batch,
-    or a live float. Or the `.grad` of such a tensor.
+    """The call's own argument, by its place among the flattened arguments: a tensor of the batch, a
+    live float, or a live integer (its kind is ``integer``). Or the `.grad` of such a tensor.
     """
 
     index: int

@@ -104,6 +104,7 @@ class FakeState:
         stand_ins: StandIns | None = None,
         layouts: dict[Any, Any] | None = None,
         copies_lists: bool = False,
+        integers: Collection[int] = (),
     ) -> None:
         """The fake state of a call.
 
@@ -123,8 +124,10 @@ class FakeState:
             layouts: how results of operators on distributed tensors are placed; see
                 `roam.capture.distributed.dtensors.stand_ins`.
             copies_lists: whether copies, instead of stand-ins, take the place of lists that grow.
+            integers: places of the integers among the flattened arguments that may be live.
         """
         self.reach = reach
+        self.integers = integers
         self._stand_ins = StandIns({}) if stand_ins is None else stand_ins
         self.growing = GrowingLists(reach.growing, are_plain=copies_lists)
         self.layouts: dict[Any, Any] = {} if layouts is None else layouts

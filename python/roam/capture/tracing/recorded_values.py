@@ -139,8 +139,10 @@ class Values(Slots):
     # -- numbers
 
     def add_live(self, reference: Any, origin: str) -> Any:
-        """A live float that its reference holds; nothing that it decides is answered."""
-        live = self._live(False, origin)
+        """A live float that its reference holds; nothing that it decides is answered. Or a live
+        integer, of which conditions become computed guards.
+        """
+        live = self._live(reference.kind == "integer", origin)
         self.program.referenced.append((reference, live.node.slot))
         self._seen[live.node.slot] = self._real_arguments[reference.index]
         return live

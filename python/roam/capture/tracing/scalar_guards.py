@@ -34,7 +34,7 @@ def may_be_asked(reference: Any, program: Program, slot: int) -> bool:
     """
     meta = program.slots[slot]
     if isinstance(reference, ArgumentReference):
-        return meta is not None and reference.kind == "input"
+        return reference.kind == "integer" or (meta is not None and reference.kind == "input")
     is_number = meta is None or math.prod(meta.shape) == 1
     is_referenced = (
         isinstance(reference, (RateReference, OptimizerReference, PlaceReference))

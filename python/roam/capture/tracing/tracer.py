@@ -48,6 +48,7 @@ from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
 from roam.state.references import (
+    ArgumentReference,
     OptimizerReference,
     PlaceReference,
     StateKeys,
@@ -81,8 +82,8 @@ def trace(
         fake_state: entered, with its fakes in place.
         step: the user's function.
         args, kwargs: its arguments with fakes.
-        live_arguments: whether float arguments are live numbers; where a float decides something in
-            Python it cannot be.
+        live_arguments: whether float arguments, and some integers, are live numbers; where a float
+            decides something in Python it cannot be.
         live_numbers: whether numbers of optimizers' groups are live, and those that the step keeps
             outside of optimizers' state. If not, it changes them.
 
@@ -360,6 +361,9 @@ def _own_arguments(
                     received.append((reference, leaf, leaf.grad))
         elif live and type(leaf) is float:
             leaves[position] = recorder.add_live(reference, reference.path)
+        elif live and position in fake_state.integers:
+            integer = ArgumentReference(position, reference.path, "integer")
+            leaves[position] = recorder.add_live(integer, reference.path)
     for reference, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)

@@ -13,6 +13,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
 from roam.capture.tracing.source_location import is_user_code
+from roam.state.library_code import is_installed, nested_code
 from roam.state.value_stand_ins import is_or_stands_for_one
 
 _COMPARISONS: Final = frozenset(
@@ -86,6 +87,15 @@ def may_read_by_identity(frame: FrameType) -> bool:
     return load is not None and is_or_stands_for_one(type(_loaded(frame, *load)))
 
 
+def tests_identity(code: CodeType) -> bool:
+    """Whether code of the user's own, or a function in it, has a test with `is` for what may be a
+    plain value. Libraries have none for what they are given.
+    """
+    return not is_installed(code.co_filename) and any(
+        ways_of(part).is_users and bool(ways_of(part).identity_tests) for part in nested_code(code)
+    )
+
+
 def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
     """Whether a function written in C, called by code of the user's, may have raised an exception
     for a value as for a stand-in.
@@ -141,4 +151,10 @@ def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> 
     return value
 
 
-__all__ = ["Ways", "may_read_by_identity", "may_read_by_raising", "ways_of"]
+__all__ = [
+    "Ways",
+    "may_read_by_identity",
+    "may_read_by_raising",
+    "tests_identity",
+    "ways_of",
+]
