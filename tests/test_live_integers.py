@@ -146,6 +146,16 @@ def test_with_a_float_argument() -> None:
     assert len(planned.plans) <= 5
 
 
+@pytest.mark.parametrize("on_change", ["raise", "eager"])
+def test_one_capture_is_enough_where_no_more_are_allowed(on_change: Any) -> None:
+    my = My()
+    step = roam.compile(lambda x, it: my.squares(x) * it, on_change=on_change)
+    for it in range(5):
+        x = torch.randn(2, 3)
+        assert step(x, it).item() == (my.squares(x) * it).item()
+    assert len(step.plans) == 1
+
+
 def test_in_containers() -> None:
     my = My()
 

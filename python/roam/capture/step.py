@@ -517,9 +517,11 @@ def _captured(
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
     integers: Collection[int] = ()
-    if taker.varied and not any(map(tests_identity, reach.code)):
-        varied = taker.varied - known.read_whole
+    if known.is_captured_once or taker.varied:
+        varied = None if known.is_captured_once else taker.varied - known.read_whole
         integers = live_integers(taken, args, kwargs, varied)
+    if integers and any(map(tests_identity, reach.code)):
+        integers = ()
     reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)

@@ -393,19 +393,19 @@ def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def live_integers(
-    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str]
+    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str] | None
 ) -> Collection[int]:
     """The same for integers that have not been the same in all calls.
 
     Args:
         taken, args, kwargs: of a call.
-        varied: the paths of such values.
+        varied: the paths of such values; None for all.
     """
     paths = taken.paths(argument_path, args, kwargs)
     return [
         place
         for place, leaf in _outside_objects(taken, args, kwargs)
-        if type(leaf) is int and paths[place] in varied
+        if type(leaf) is int and (varied is None or paths[place] in varied)
     ]
 
 
