@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final
 
 import pytest
@@ -113,6 +115,29 @@ def test_few_plans(loss_of: Loss) -> None:
     assert plans(loss_of) <= 6
 
 
+def adds_or_not(my: Any, x: torch.Tensor, it: int) -> Any:
+    try:
+        weight = int.__add__(it, 1)
+    except TypeError:
+        weight = -1
+    return my.squares(x) * weight
+
+
+def adds_text(my: Any, x: torch.Tensor, it: Any) -> Any:
+    try:
+        it + "a"
+    except Exception as error:  # noqa: BLE001 - as steps do
+        my.kept = str(error)
+    return my.squares(x)
+
+
+def suppresses(my: Any, x: torch.Tensor, it: int) -> Any:
+    weight = -1.0
+    with contextlib.suppress(TypeError):
+        weight = timedelta(seconds=it).total_seconds()
+    return my.squares(x) * weight
+
+
 EACH: Final[dict[str, Loss]] = {
     "size": lambda my, x, it: my.squares(x.repeat(1 + it, 1)),
     "range": lambda my, x, it: sum(my.squares(x) for _ in range(it + 1)),
@@ -120,6 +145,13 @@ EACH: Final[dict[str, Loss]] = {
     "key": lambda my, x, it: my.squares(x) * {0: 1.0, 1: 2.0}.get(it, 3.0),
     "seed": lambda my, x, it: torch.manual_seed(it) and my.squares(x + torch.randn_like(x)),
     "identity": lambda my, x, it: my.squares(x) * (2 if it is THREE else 1),
+    "identity by a function": lambda my, x, it: (
+        my.squares(x) * (2 if operator.is_(it, THREE) else 1)
+    ),
+    "id": lambda my, x, it: my.squares(x) * (2 if id(it) == id(THREE) else 1),
+    "caught": adds_or_not,
+    "caught for text": adds_text,
+    "suppressed": suppresses,
     "power": lambda my, x, it: my.squares(x) * (-1) ** it,
 }
 THREE: Final = 3

@@ -33,7 +33,7 @@ from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import trace
-from roam.capture.tracing.unnoticed_reads import tests_identity
+from roam.capture.tracing.unnoticed_reads import may_miss_numbers
 from roam.capture.tracing.unread_values import StandIns, unread
 from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
@@ -520,7 +520,7 @@ def _captured(
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole
         integers = live_integers(taken, args, kwargs, varied)
-    if integers and any(map(tests_identity, reach.code)):
+    if integers and any(map(may_miss_numbers, reach.code)):
         integers = ()
     reliance, results = Reliance(), Results(reach.caches)
     try:

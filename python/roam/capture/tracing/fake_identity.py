@@ -102,6 +102,8 @@ class Identities:
         def identity(value: Any, /) -> int:
             if _represents(_type(value)) and _asked_by_user():
                 value = read(value)
+                if _type(value) in _NUMBERS:
+                    value = value.node._value()
             return fixed(value) if _is_stand_in(value) and _asked_by_user() else _identity(value)
 
         def hashed(value: Any, /) -> int:

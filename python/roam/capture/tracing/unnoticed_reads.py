@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType, ModuleType
@@ -20,6 +21,8 @@ _COMPARISONS: Final = frozenset(
     {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "is_", "is_not"}
 )
 """Names of functions that answer without asking a stand-in."""
+_BLIND_TO_NUMBERS: Final = frozenset({"is_", "is_not", "suppress"})
+"""Names of functions that compare by identity, or catch exceptions."""
 _LOADS: Final = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
 _RAISES: Final = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 _TO_THREADS: Final = (
@@ -96,6 +99,44 @@ def tests_identity(code: CodeType) -> bool:
     )
 
 
+def may_miss_numbers(code: CodeType) -> bool:
+    """Whether code of the user's own, or a function in it, may do something else with a live number
+    than with the number although nothing asks for its value: it compares objects by identity, or
+    catches what a function written in C says of any other class than Python's own numbers.
+    """
+    return tests_identity(code) or (
+        not is_installed(code.co_filename)
+        and any(
+            _is_users(part)
+            and (not _BLIND_TO_NUMBERS.isdisjoint(part.co_names) or _catches_wrong_classes(part))
+            for part in nested_code(code)
+        )
+    )
+
+
+def _catches_wrong_classes(code: CodeType) -> bool:
+    """Whether code has a handler for the exceptions that tell of an object of a wrong class."""
+    instructions = [*dis.get_instructions(code)]
+    handlers = {test.argval for test in instructions if test.opname == "SETUP_FINALLY"}
+    for before, test in itertools.pairwise(instructions):
+        if test.opname in {"CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"}:
+            is_named = before.opname in {"LOAD_GLOBAL", "LOAD_NAME"}
+            caught = getattr(builtins, before.argval, None) if is_named else None
+            if not isinstance(caught, type) or any(
+                issubclass(kind, caught) for kind in (AttributeError, TypeError)
+            ):
+                return True
+        elif (
+            test.opname == "CHECK_EG_MATCH"
+            or test.opname == "POP_TOP"
+            and (  # `except:`
+                before.opname == "PUSH_EXC_INFO" or test.offset in handlers
+            )
+        ):
+            return True
+    return False
+
+
 def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
     """Whether a function written in C, called by code of the user's, may have raised an exception
     for a value as for a stand-in.
@@ -153,6 +194,7 @@ def _loaded(frame: FrameType, name: str | None, attributes: tuple[str, ...]) -> 
 
 __all__ = [
     "Ways",
+    "may_miss_numbers",
     "may_read_by_identity",
     "may_read_by_raising",
     "tests_identity",
