@@ -91,6 +91,12 @@ def divides(my: Any, x: torch.Tensor, it: int) -> Any:
     return my.squares(x) * (epoch + 1) * (batch + 1)
 
 
+def takes_attributes(my: Any, x: torch.Tensor, it: int) -> Any:
+    names = ("real", "imag", "numerator", "denominator")
+    my.kept = [getattr(it, name, None) for name in names], getattr(it, "to_bytes", None) is None
+    return my.squares(x)
+
+
 FEW: Final[dict[str, Loss]] = {
     "shown": shows,
     "warm-up": warms_up,
@@ -101,6 +107,7 @@ FEW: Final[dict[str, Loss]] = {
     "bits": lambda my, x, it: my.squares(x) * (it & 1) + (it >> 1),
     "cosine": lambda my, x, it: my.squares(x) * (1 + math.cos(math.pi * it / 20)),
     "maximum": lambda my, x, it: my.squares(x) * max(it, 3),
+    "attributes": takes_attributes,
     "truth": lambda my, x, it: my.squares(x) * (1 if it else 2),
     "members": lambda my, x, it: my.squares(x) * (2 if it in (3, 6) else 1),
     "tensor": lambda my, x, it: my.squares(x) * torch.tensor(it) + torch.full((2,), it).sum(),

@@ -395,6 +395,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "__divmod__": _both(_binary(operator.floordiv), _binary(operator.mod)),
     "__rdivmod__": _both(_reflected(operator.floordiv), _reflected(operator.mod)),
     "__copy__": lambda self: self,
+    "real": property(lambda self: self),
+    "conjugate": lambda self: self,
     "__deepcopy__": lambda self, _: self,
     "__neg__": _unary(operator.neg),
     "__pos__": _unary(operator.pos),
@@ -427,11 +429,19 @@ _OF_INTEGERS: dict[str, Callable[..., Any]] = {
     "bit_length": _of_value(int.bit_length),
     "bit_count": _of_value(lambda number: number.bit_count()),
     "is_integer": lambda self: True,
+    "numerator": property(lambda self: self),
+    "denominator": property(lambda self: 1),
+    "imag": property(lambda self: 0),
+    "as_integer_ratio": lambda self: (self, 1),
+    "to_bytes": lambda self, *args, **kwargs: int.to_bytes(self.node._value(), *args, **kwargs),
+    "from_bytes": int.from_bytes,
 }
 _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "is_integer": _comparison(float.is_integer),
     "hex": _of_value(float.hex),
     "as_integer_ratio": _of_value(float.as_integer_ratio),
+    "imag": property(lambda self: 0.0),
+    "fromhex": float.fromhex,
 }
 
 # `isinstance(lr, float)` must say what it says of the number itself.
