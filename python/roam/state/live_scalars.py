@@ -388,7 +388,7 @@ def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
+_ARITHMETIC: dict[str, Any] = {
     **_both_sides("add sub mul truediv floordiv mod pow"),
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
     "__array_ufunc__": _on_numpys_right,
@@ -423,7 +423,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     },
 }  # fmt: skip
 
-_OF_INTEGERS: dict[str, Callable[..., Any]] = {
+_OF_INTEGERS: dict[str, Any] = {
     **_both_sides("and or xor lshift rshift", _INTEGERS),
     "__invert__": _unary(operator.invert),
     "bit_length": _of_value(int.bit_length),
@@ -436,7 +436,7 @@ _OF_INTEGERS: dict[str, Callable[..., Any]] = {
     "to_bytes": lambda self, *args, **kwargs: int.to_bytes(self.node._value(), *args, **kwargs),
     "from_bytes": int.from_bytes,
 }
-_OF_FLOATS: dict[str, Callable[..., Any]] = {
+_OF_FLOATS: dict[str, Any] = {
     "is_integer": _comparison(float.is_integer),
     "hex": _of_value(float.hex),
     "as_integer_ratio": _of_value(float.as_integer_ratio),

@@ -142,6 +142,8 @@ PATCHES: Final = (
                    "acosh", "atanh", "degrees", "radians", "erf", "erfc", "gamma", "lgamma", "isfinite", "isnan", "isinf"),
           _NUMBER, _NO_NUMBER),
     Patch("numpy", ("isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER, optional=True),
+    Patch("json.encoder", ("c_make_encoder",), "the encoder in Python asks a number that changes for its value",
+          "the one in C asks the user's own function what to write for such a number"),
     Patch("torch.nn.utils.clip_grad", ("float",), _NUMBER, _NO_NUMBER),
     Patch("torch.nn.modules.batchnorm", ("float",), _NUMBER,
           "with `momentum=None` every step needs a plan of its own, since its factor is one divided by their number"),

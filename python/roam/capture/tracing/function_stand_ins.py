@@ -7,6 +7,7 @@ from __future__ import annotations
 import builtins
 import copy
 import functools
+import json.encoder
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -290,6 +291,8 @@ def stand_ins_placed(
             replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
             replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
+        # The one in C asks the user's own function what to write for a live number.
+        replacements.append((json.encoder, "c_make_encoder", None))
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             # Where PyTorch chooses the form, a fake tensor is as good as a real one.
             module = sys.modules[name]
