@@ -248,10 +248,13 @@ def test_uses_of_a_number_that_are_refused_name_what_to_do(use: Any) -> None:
     def step(x: torch.Tensor) -> Any:
         return use(net(x).sum().item())
 
-    compiled = roam.compile(step)
+    def twice() -> None:  # the encoder asks first whether the number is finite
+        compiled = roam.compile(step)
+        compiled(torch.ones(3, 4))
+        compiled(torch.ones(3, 4))
+
     with pytest.raises(roam.CaptureError) as caught:
-        for _ in range(2):  # the encoder asks first whether the number is finite
-            compiled(torch.ones(3, 4))
+        twice()
     assert caught.value.code == "value_reached_python"
     assert "test_beside_steps.py" in str(caught.value)
 
