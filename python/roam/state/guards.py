@@ -61,15 +61,12 @@ _QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
 _CONTENTS: Final = operator.attrgetter("cell_contents")
 _PARTS: Final = operator.attrgetter(*FunctionSpace.KEYS)
 
-_LIVE: Final = object()
-"""Stands for a live float among the arguments."""
-_LIVE_INTEGER: Final = object()
-"""Stands for a live integer."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
-    """Stands for a plain value among the arguments that the step does not read."""
+class _OfClass:
+    """Stands for a plain value among the arguments of which only the class counts: the step does
+    not read it, or reads it anew at every call.
+    """
 
     kind: type
 
@@ -280,6 +277,7 @@ class Guards:
             path
             for check in self._checks()
             for key, expected in check.expected
+            if type(expected) in (list, dict, _Form)
             for path in _exchanged(expected, check.space.get(key), check.space.label(key))
         }
 
@@ -680,10 +678,8 @@ class ArgGuard:
         self._leaves = [
             (
                 path,
-                (_LIVE if type(value) is float else _LIVE_INTEGER)
-                if index in live
-                else _Unread(type(value))
-                if index in unread
+                _OfClass(type(value))
+                if index in live or index in unread
                 else _leaf(value, index in received),
             )
             for index, (path, value) in enumerate(
@@ -714,9 +710,7 @@ class ArgGuard:
                 "tensor"
                 if isinstance(expected, _Leaf)
                 else "value"
-                if expected in (_LIVE, _LIVE_INTEGER)
-                or type(expected) is _Unread
-                or is_plain(expected)
+                if type(expected) is _OfClass or is_plain(expected)
                 else "object",
             )
             for path, expected in self._leaves
@@ -744,15 +738,9 @@ class ArgGuard:
                         f"{path} has a gradient and had none before, or the other way round, or a "
                         "gradient of another kind"
                     )
-            elif expected is _LIVE:
-                if type(value) is not float:
-                    return changed(path, "a float", show(value))
-            elif expected is _LIVE_INTEGER:
-                if type(value) is not int:
-                    return changed(path, "an integer", show(value))
-            elif type(expected) is _Unread:
+            elif type(expected) is _OfClass:
                 if type(value) is not expected.kind:
-                    return changed(path, f"of class {expected.kind.__name__}", show(value))
+                    return changed(path, f"a value of class {expected.kind.__name__}", show(value))
             elif not same(expected, _leaf(value)):
                 return changed(path, show(expected), show(value))
         if self._held_by_state(taken, args, kwargs) != self._held:
