@@ -789,7 +789,7 @@ class _Tracer:
     answers: Answers
     """What they take for granted where the code goes on either way."""
     from_plain: set[str]
-    """Gets the paths at which the step found None and left tensors."""
+    """Gets the paths at which the step found None or a number, and left tensors."""
     stand_ins: StandIns | None = None
     """What the step gets in place of plain arguments."""
     integers: Collection[int] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import dis
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from types import BuiltinFunctionType, CellType, CodeType, ModuleType
 from typing import Any, Final
 
+from roam.capture.compiled.frames import contents_of
 from roam.state.library_code import nested_code
 
 _CLOCK_NAMES: Final = frozenset(
@@ -35,7 +35,7 @@ def reads_clock(code: CodeType, names: Mapping[str, Any], cells: tuple[CellType,
         names: its globals.
         cells: its variables of functions around it.
     """
-    names = {**names, **_contents(code, cells)}
+    names = {**names, **dict(zip(code.co_freevars, map(contents_of, cells), strict=False))}
     for part in nested_code(code):
         found = [names.get(name) for name in (*part.co_names, *part.co_freevars)]
         found += [sys.modules.get(name) for name in _MODULES.intersection(part.co_names)]
@@ -54,15 +54,6 @@ def reads_clock(code: CodeType, names: Mapping[str, Any], cells: tuple[CellType,
         ):
             return True
     return False
-
-
-def _contents(code: CodeType, cells: tuple[CellType, ...]) -> dict[str, Any]:
-    """A function's variables of functions around it, by name."""
-    found = {}
-    for name, cell in zip(code.co_freevars, cells, strict=False):
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            found[name] = cell.cell_contents
-    return found
 
 
 __all__ = ["reads_clock"]

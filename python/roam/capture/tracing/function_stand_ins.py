@@ -101,8 +101,10 @@ def stand_ins_placed(
     def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
-        text = recorder.messages.text(tensor, name.strip("_"), form)
-        if text is not None and (not form or tensor.dim() == 0):
+        text = None
+        if not form or tensor.dim() == 0:
+            text = recorder.messages.text(tensor, name.strip("_"), form)
+        if text is not None:
             return text
         if name == "__format__" and tensor.dim() == 0 and not _is_floating(tensor):
             return format(tensor.item(), form)  # which may be known, if the batch decides it

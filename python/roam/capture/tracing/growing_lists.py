@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.capture.tracing.source_location import is_user_code
+from roam.capture.tracing.source_location import is_written_by_user
 from roam.own_code import is_own_file
 from roam.state.growing_lists import OWN_CODE, Growing, GrowingStandIn, Recorded
 from roam.state.library_code import is_installed
@@ -163,7 +163,7 @@ def watched() -> Iterator[Watch]:
         code = frame.f_code
         is_users = known.get(code)
         if is_users is None:
-            is_users = known[code] = is_user_code(code) or _is_typed_in(code.co_filename)
+            is_users = known[code] = is_written_by_user(code)
         if is_users:
             watch.gives_away = watch.gives_away or _may_find(frame)
             frame.f_trace_lines = False
@@ -198,10 +198,6 @@ def _may_find(frame: FrameType) -> bool:
     return "modules" in names and (
         "sys" in names or any(value is sys or value is sys.modules for value in held)
     )
-
-
-def _is_typed_in(file: str) -> bool:
-    return file.startswith("<") and not file.startswith("<frozen")
 
 
 def _said_by(error: Any) -> tuple[Any, ...]:

@@ -27,8 +27,8 @@ import torch
 
 from roam.capture.tracing.clock import reads_clock
 from roam.capture.tracing.fake_identity import is_parameter
-from roam.capture.tracing.source_location import is_standard, is_user_code, shown_path
-from roam.capture.tracing.text_uses import Use, offset_of_call, use_of_text
+from roam.capture.tracing.source_location import is_standard, is_written_by_user, shown_path
+from roam.capture.tracing.text_uses import Use, conversions_in, offset_of_call, use_of_text
 from roam.errors import CaptureError
 from roam.own_code import is_own_file
 from roam.program.ir import Source
@@ -47,7 +47,6 @@ from roam.torch_compat.private import (
 )
 
 _MARK: Final = re.compile(f"{BLANK}([0-9]+);")
-_CONVERSION: Final = re.compile(r"(%(?:\([^)]*\))?[-+ #0]*[0-9]*(?:\.[0-9]*)?[hlL]?[a-zA-Z]|%%)")
 _MOST_NUMBERS: Final = 200
 _MOST_WAYS: Final = 1000
 """How many ways are tried in which numbers may stand at the places of a format."""
@@ -123,7 +122,7 @@ class Messages:
             form: the format.
         """
         frame = _calling_frame()
-        if self._is_over or frame is None or not _is_of_user(frame.f_code):
+        if self._is_over or frame is None or not is_written_by_user(frame.f_code):
             return None
         use = use_of_text(frame, asks)
         if use is None or use.name not in _USES:
@@ -153,7 +152,7 @@ class Messages:
             kind: `float` or `int`, which has been asked for.
         """
         frame = _calling_frame()
-        if self._is_over or frame is None or not _is_of_user(frame.f_code):
+        if self._is_over or frame is None or not is_written_by_user(frame.f_code):
             return None
         use = use_of_text(frame, "number")
         if use is None or use.name not in _USES or len(self._marks) >= _MOST_NUMBERS:
@@ -204,11 +203,11 @@ class Messages:
         if not self.all:
             return
         for one, names in code.items():
-            if not _is_of_user(one) or is_installed(one.co_filename):
+            if not is_written_by_user(one) or is_installed(one.co_filename):
                 continue
             if reads_clock(one, names, cells.get(one, ())):
                 self._recorder.refuse(
-                    f"the step prints or logs, and {one.co_qualname if hasattr(one, 'co_qualname') else one.co_name} reads the "
+                    f"the step prints or logs, and {getattr(one, 'co_qualname', one.co_name)} reads the "
                     "clock; a plan would show the time of the capture; measure and show the time outside of the step",
                     code="unstable",
                     source=Source("", shown_path(one.co_filename), one.co_firstlineno),
@@ -240,7 +239,7 @@ class Messages:
         )
         if (
             frame is None
-            or not _is_of_user(frame.f_code)
+            or not is_written_by_user(frame.f_code)
             or options.keys() - {"sep", "end", "file", "flush"}
             or not any(
                 file is now is before for now, before in zip(streams, self._streams, strict=True)
@@ -264,7 +263,7 @@ class Messages:
         self._check_unmarked(texts)
         if (
             frame is None
-            or not _is_of_user(frame.f_code)
+            or not is_written_by_user(frame.f_code)
             or is_installed(frame.f_code.co_filename)
             or len(texts) != 1
             or type(texts[0]) is not str
@@ -291,7 +290,7 @@ class Messages:
         error = options.get("exc_info", name == "exception")
         if (
             frame is None
-            or not _is_of_user(frame.f_code)
+            or not is_written_by_user(frame.f_code)
             or is_installed(frame.f_code.co_filename)
             or not values
         ):
@@ -345,7 +344,7 @@ class Messages:
             error = type(error), error, error.__traceback__
         elif type(error) is not tuple:
             error = sys.exc_info()
-        if any(not _is_of_user(code) for code in _codes_of(error[1])):
+        if any(not is_written_by_user(code) for code in _codes_of(error[1])):
             self._refuse_call("the traceback of an exception that comes from a library")
         return "".join(traceback.format_exception(*error)).removesuffix("\n")
 
@@ -405,7 +404,7 @@ class Messages:
         if type(text) is not str:
             return [text]
         form = self._marks[marks[0]].use.form
-        pieces = [re.sub(r"^%\(.*?\)", "%", piece) for piece in _CONVERSION.split(form)]
+        pieces = conversions_in(form)
         places = [at for at in range(1, len(pieces), 2) if pieces[at] != "%%"]
         plain = [
             ".*?" if at in places else re.escape("%" if at % 2 else piece)
@@ -536,7 +535,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _asks_for_representation(message: Any) -> bool:
-    return type(message) is not str or re.search(r"%(\(.*?\))?[^a-zA-Z%]*[ra]", message) is not None
+    return type(message) is not str or any(
+        conversion[-1] in "ra" for conversion in conversions_in(message)[1::2]
+    )
 
 
 def _registered(name: str) -> logging.Logger | None:
@@ -575,14 +576,6 @@ def _codes_of(error: BaseException | None) -> Iterator[CodeType]:
         while trace is not None:
             yield trace.tb_frame.f_code
             trace = trace.tb_next
-
-
-def _is_of_user(code: CodeType) -> bool:
-    """Whether code is the user's, also if no file has it, as in a terminal."""
-    file = code.co_filename
-    if file.startswith("<"):
-        return not file.startswith(("<frozen", "<eval_with_key>"))
-    return is_user_code(code)
 
 
 def _writes_for_others(file: str) -> bool:

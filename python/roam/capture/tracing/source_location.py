@@ -75,6 +75,12 @@ def is_user_code(code: CodeType) -> bool:
     return bool(_bits_of(code) & _USER)
 
 
+def is_written_by_user(code: CodeType) -> bool:
+    """Whether code is the user's, also if no file has it, as in a terminal or in `exec`."""
+    file = code.co_filename
+    return is_user_code(code) or (file.startswith("<") and not file.startswith("<frozen"))
+
+
 def is_standard(file: str) -> bool:
     """Whether a file is one of the standard library's."""
     return file.startswith(_STANDARD) and "-packages" + os.sep not in file

@@ -30,8 +30,10 @@ _CALLS: Final = {
 }  # fmt: skip
 """How many values lie below the arguments of a call, and how many above them."""
 _ADDS: Final = ("BINARY_ADD", "INPLACE_ADD")
-_PADDED: Final = re.compile(r"%(?:\([^%]*?\))?(?:[^a-zA-Z%]+[hlL]?[sra]|[hlL]?a)")
-"""Where the operator ``%`` makes something else of a text."""
+_CONVERSION: Final = re.compile(r"%(?:\([^%]*?\))?([-+ #0]*[0-9*]*(?:\.[0-9*]*)?[hlL]?[a-zA-Z]|%)")
+"""What the operator ``%`` puts a value in the place of; without the sign and the key."""
+_AS_IT_IS: Final = re.compile("%[hlL]?[sr]")
+"""A conversion that leaves a text as it is."""
 _MAKERS: Final = {"format": ("format",), "str": ("str",), "repr": ("repr", "str"), "number": ()}
 """By what asks a value for its text, the functions and methods that return this text as it is."""
 _JUMPS: Final = frozenset([*dis.hasjrel, *dis.hasjabs])
@@ -70,6 +72,14 @@ class Use(NamedTuple):
     name: str
     made_at: int
     form: str
+
+
+def conversions_in(form: str) -> list[str]:
+    """The parts of what is left of the operator ``%``: text and conversions by turns. Each
+    conversion takes its value from a tuple, as ``%.3f`` does; a key is left out.
+    """
+    parts = _CONVERSION.split(form)
+    return [f"%{part}" if place % 2 else part for place, part in enumerate(parts)]
 
 
 def use_of_text(frame: FrameType, asks: str) -> Use | None:
@@ -225,7 +235,13 @@ def _makes_text(one: dis.Instruction, taken: list[Any], asks: str) -> bool:
         return (
             type(left) is _Constant
             and type(left.value) is str
-            and (asks == "number" or not _PADDED.search(left.value.replace("%%", "")))
+            and (
+                asks == "number"
+                or all(
+                    one[-1] not in "sra" or _AS_IT_IS.fullmatch(one)
+                    for one in conversions_in(left.value)[1::2]
+                )
+            )
         )
     if asks == "number":
         return False
@@ -243,4 +259,4 @@ def _passes_on(one: dis.Instruction, taken: list[Any]) -> bool:
     return one.opname in ("BUILD_STRING", "FORMAT_SIMPLE") or _is(one, "+", _ADDS)
 
 
-__all__ = ["Use", "offset_of_call", "use_of_text"]
+__all__ = ["Use", "conversions_in", "offset_of_call", "use_of_text"]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
-from roam.capture.tracing.source_location import is_user_code
+from roam.capture.tracing.source_location import is_written_by_user
 from roam.state.library_code import is_installed, nested_code
 from roam.state.value_stand_ins import is_or_stands_for_one
 
@@ -70,7 +70,7 @@ def ways_of(code: CodeType) -> Ways:
     """In which ways code may read values unnoticed."""
     known = _ways.get(_identity(code))
     if known is None:
-        is_users = _is_users(code)
+        is_users = is_written_by_user(code)
         known = _ways[_identity(code)] = Ways(
             code,
             is_users,
@@ -90,27 +90,20 @@ def may_read_by_identity(frame: FrameType) -> bool:
     return load is not None and is_or_stands_for_one(type(_loaded(frame, *load)))
 
 
-def tests_identity(code: CodeType) -> bool:
-    """Whether code of the user's own, or a function in it, has a test with `is` for what may be a
-    plain value. Libraries have none for what they are given.
-    """
-    return not is_installed(code.co_filename) and any(
-        ways_of(part).is_users and bool(ways_of(part).identity_tests) for part in nested_code(code)
-    )
-
-
 def may_miss_numbers(code: CodeType) -> bool:
     """Whether code of the user's own, or a function in it, may do something else with a live number
     than with the number although nothing asks for its value: it compares objects by identity, or
     catches what a function written in C says of any other class than Python's own numbers.
+    Libraries do neither with what they are given.
     """
-    return tests_identity(code) or (
-        not is_installed(code.co_filename)
-        and any(
-            _is_users(part)
-            and (not _BLIND_TO_NUMBERS.isdisjoint(part.co_names) or _catches_wrong_classes(part))
-            for part in nested_code(code)
+    return not is_installed(code.co_filename) and any(
+        ways_of(part).is_users
+        and (
+            bool(ways_of(part).identity_tests)
+            or not _BLIND_TO_NUMBERS.isdisjoint(part.co_names)
+            or _catches_wrong_classes(part)
         )
+        for part in nested_code(code)
     )
 
 
@@ -147,11 +140,6 @@ def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
         and ways_of(frame.f_code).is_users
         and frame.f_code.co_code[frame.f_lasti] not in _RAISES
     )
-
-
-def _is_users(code: CodeType) -> bool:
-    file = code.co_filename
-    return is_user_code(code) or (file.startswith("<") and not file.startswith("<frozen"))
 
 
 def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
@@ -197,6 +185,5 @@ __all__ = [
     "may_miss_numbers",
     "may_read_by_identity",
     "may_read_by_raising",
-    "tests_identity",
     "ways_of",
 ]
