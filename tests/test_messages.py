@@ -219,7 +219,7 @@ SHOWN: Final[dict[str, Show]] = {
     "%.3f and others": lambda my, loss, x: print(
         "[%d/%d] %.4f, %.3e %g|%5.2f%%|%-9.1f|%+i"
         % (my.steps, 9, loss.item(), loss.item(), 0.5, loss.item(), loss.item(), loss.item() * 99),
-        "%(a).3f %(b)s %(a)d" % {"a": loss.item(), "b": "x"},
+        "%(a).3f %(b)s %(a)d %(c(d)).1f" % {"a": loss.item(), "b": "x", "c(d)": loss.item()},
     ),
     "%.3f beside plain values": lambda my, loss, x: print(
         "%.4f%.3f0" % (0.5, loss.item()), "%.3f0%.4f" % (loss.item(), 0.5), "%5s %.1f" % ("a", loss.item()), "%.1f%.1f" % (0.5, loss.item())
@@ -354,6 +354,9 @@ REFUSED: Final[dict[str, Show]] = {
     "method": lambda my, loss, x: print(f"loss {loss.item():.3f}".ljust(30) + "|"),
     "padding": lambda my, loss, x: print(f"{loss.item()!r:>30}|"),
     "padding by str.format": lambda my, loss, x: print("{!s:>30}|".format(loss.item())),
+    "padding by the operator %, with a key": lambda my, loss, x: print(
+        "%(a(b))30s|" % {"a(b)": loss.item()}
+    ),
     "padding by the operator %": lambda my, loss, x: print("%30s|" % loss.item()),
     "%.3f, form of a variable": lambda my, loss, x: print(my.form % loss.item()),
     "%.*f": lambda my, loss, x: print("%.*f" % (3, loss.item())),
@@ -373,12 +376,17 @@ REFUSED: Final[dict[str, Show]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("show", REFUSED.values(), ids=REFUSED)
-def test_text_that_something_else_may_read(show: Show) -> None:
+def check_refused(show: Show, file: str) -> None:
+    """Checks that a step is refused, and that the refusal names a line of a file."""
     with pytest.raises(CaptureError) as caught:
         shown(roam.compile(made(show)))
     assert caught.value.code == "value_reached_python"
-    assert "test_messages.py:" in str(caught.value.source)
+    assert f"{file}:" in str(caught.value.source)
+
+
+@pytest.mark.parametrize("show", REFUSED.values(), ids=REFUSED)
+def test_text_that_something_else_may_read(show: Show) -> None:
+    check_refused(show, "test_messages.py")
 
 
 def timed(my: Any, loss: Any, x: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 
 import roam
 from roam import CaptureError
-from test_messages import LOGGER, Show, made, of_its_own, shown
+from test_messages import LOGGER, Show, check_refused, made, of_its_own, shown
 
 __all__ = ["of_its_own"]  # a fixture, for all tests
 
@@ -202,10 +202,7 @@ REFUSED: Final[dict[str, Show]] = {
 
 @pytest.mark.parametrize("show", REFUSED.values(), ids=REFUSED)
 def test_refused(show: Show) -> None:
-    with pytest.raises(CaptureError) as caught:
-        shown(roam.compile(made(show)))
-    assert caught.value.code == "value_reached_python"
-    assert "test_messages_of_all_kinds.py:" in str(caught.value.source)
+    check_refused(show, "test_messages_of_all_kinds.py")
 
 
 def test_a_level_of_a_logger_found_by_its_name_is_seen() -> None:

@@ -22,6 +22,15 @@ KEPT: Any = object()
 """Stands for what the last step has left."""
 
 
+def descended(net: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss, once the net's weight has gone down its gradient."""
+    net.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        net.weight.sub_(net.weight.grad)
+    return loss
+
+
 class Trainer:
     """A step that is a method; what it does beside training is a function's of the user."""
 
@@ -391,11 +400,7 @@ class TestNoneThatTheStepReplaces:
                     cell.state = make(x, out)
                 tensors = map(torch.as_tensor, torch.utils._pytree.tree_leaves(cell.state))
                 loss = out.square().mean() + sum(tensor.detach().sum() for tensor in tensors)
-                net.zero_grad()
-                loss.backward()
-                with torch.no_grad():
-                    net.weight.sub_(net.weight.grad)
-                return loss
+                return descended(net, loss)
 
             returned = []
             for place, x in enumerate(inputs(14)):
@@ -473,11 +478,7 @@ class TestNoneThatTheStepReplaces:
                     state = torch.full_like(out, -0.5 if state is None else state)
                 cells["state"] = (state / 2 + out).detach()
                 loss = (out + cells["state"]).square().mean()
-                net.zero_grad()
-                loss.backward()
-                with torch.no_grad():
-                    net.weight.sub_(net.weight.grad)
-                return loss
+                return descended(net, loss)
 
             returned = []
             for place, x in enumerate(inputs(14)):
