@@ -174,11 +174,12 @@ class Known:
         numbers: paths of the Python numbers that the step changes.
         renewed: paths of the lists and dictionaries in whose place it puts others, or its caller
             does.
-        not_renewed: paths of those in whose place there may be others only in another plan.
+        not_renewed: paths of those that cannot be taken for renewed: others in their place need
+            another plan.
         growing: paths of the lists and deques to which it only adds.
         not_growing: paths of those that it has added to, and on which it may depend.
-        read_whole: paths of the integers among arguments with which the step does more than to
-            calculate.
+        read_whole: paths of the integers among the arguments of which the step needs the value
+            itself.
         from_plain: paths at which earlier calls found None or a number, and left tensors.
         fresh: those of them at which later calls found it again, so that each such call makes the
             tensors anew.
@@ -226,8 +227,8 @@ class Known:
         self.not_growing |= set(lists)
 
     def take_for_renewed(self) -> set[str]:
-        """Takes the lists and dictionaries in whose place there are others than at earlier captures
-        for renewed; returns their paths.
+        """Counts lists and dictionaries as renewed if earlier captures found others in their place;
+        returns their paths.
         """
         found = {path for guards in self.guards for path in guards.exchanged()}
         found -= self.renewed | self.not_renewed

@@ -189,8 +189,8 @@ class Bindings:
 def _early_numbers(program: Program) -> set[int]:
     """Calls that calculate Python numbers of nothing but numbers from before the step.
 
-    If such arithmetic raises an error, on which the step's code may go on, a run can still be left
-    to the step itself as long as nothing has been changed. Numbers take no memory, so the plan does
+    If such arithmetic raises an error, which the step's code may handle, a run can still be left to
+    the step itself as long as nothing has been changed. Numbers take no memory, so the plan does
     not mind. Those that come after a branch stay there: the code may not get to them.
     """
     numbers = {slot for _, slot in program.referenced if program.slots[slot] is None}

@@ -2,8 +2,8 @@
 
 A trace prints nothing. It records each message beside the step's result, as if the step added it to
 a list, and each run gives the messages out when its kernels have run, with the values of its call.
-All classes but the last are nodes of PyTorch's pytree, as results are: their tensors and numbers
-are those of the call.
+The named tuples are nodes of PyTorch's pytree, as results are: their tensors and numbers are those
+of the call.
 """
 
 from __future__ import annotations

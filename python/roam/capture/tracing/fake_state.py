@@ -211,9 +211,8 @@ class FakeState:
         """By identity, the tensors that functions with a cache keep, each with its fake; there is
         no way to put the fakes in their place."""
         self._told: list[tuple[str, Any, int]] = []
-        """Functions with a cache that keep tensors which the step comes by in another way too, each
-        with the number of its calls so far that gave what it keeps.
-        """
+        """(path, function, hits of its cache so far) of functions with a cache that keep tensors
+        which the step comes by in another way too."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor

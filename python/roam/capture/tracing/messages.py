@@ -160,10 +160,11 @@ class Messages:
         return self._marked(value, "%", "", use, frame) and kind(_number(len(self._marks) - 1))
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Looks whether messages have got all texts with marks.
+        """Checks what the step has done with texts and loggers.
 
         Raises:
-            CaptureError: one of them has gone elsewhere.
+            CaptureError: a text with a mark has gone elsewhere than into a message, or the step has
+                set the level of a logger so that it no longer logs a message of the step's.
         """
         if self._open:
             source = self._marks[min(self._open)].source
@@ -191,14 +192,14 @@ class Messages:
         code: Mapping[CodeType, dict[str, Any]],
         cells: Mapping[CodeType, tuple[CellType, ...]],
     ) -> None:
-        """Looks, where there are messages, whether the step reads the clock.
+        """Checks that a step with messages does not read the clock.
 
         Args:
             code: of all functions that the step reaches, each with its globals.
             cells: their variables of functions around them.
 
         Raises:
-            CaptureError: a function of the user's does. What it prints may have the time in it.
+            CaptureError: a function of the user's reads it. The messages may tell the time.
         """
         if not self.all:
             return
@@ -214,7 +215,9 @@ class Messages:
                 )
 
     def stand_ins_of_streams(self) -> Iterator[Replacement]:
-        """Of the methods by which Python's own `print` writes, under whatever name it is called."""
+        """(stream, name, stand-in) of the methods by which Python's own `print` writes, whatever
+        the step calls it.
+        """
         for stream in {_identity(stream): stream for stream in self._streams}.values():
             if hasattr(stream, "__dict__") and hasattr(stream, "write"):
                 yield stream, "write", functools.partial(self._write, stream.write, stream)
