@@ -79,11 +79,14 @@ class CaptureError(RoamError):
             sets something up at its first call.
         is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
             be captured. For such a call the user's own function may run.
+        blames_answer: whether another trace, which gives another answer to a question of
+            PyTorch's, may not end so.
     """
 
     path: str | None = None
     settles: bool = False
     is_unusual: bool = False
+    blames_answer: bool = False
 
 
 class PlanError(RoamError):

@@ -198,6 +198,7 @@ class Known:
             equal.
         settling: at how many calls in a row the user's function has run in a plan's place, because
             it may still set something up.
+        passing: the answers with which PyTorch's own checks pass (`Answers`).
     """
 
     numbers: set[str] = field(default_factory=set)
@@ -212,6 +213,7 @@ class Known:
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
     settling: int = 0
+    passing: dict[Any, bool] = field(default_factory=dict)
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
     layouts: dict[Any, Any] = field(default_factory=dict)
@@ -409,6 +411,7 @@ def capture_step(
         known = Known() if known is None else known
         known.regions.start()
         answers = Answers() if answers is None else answers
+        answers.passing = known.passing
         reads, settles, from_plain = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
@@ -454,6 +457,9 @@ def capture_step(
                         known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
                         settles = None
                     except CaptureError as error:
+                        if error.blames_answer:
+                            settles = None
+                            continue
                         if taken:  # maybe only because they are
                             known.renewed -= taken
                             known.not_renewed |= taken

@@ -4,14 +4,20 @@ plan assumes one answer.
 Only a run can find the answer. So a run computes it as early as it can. If it is not the assumed
 answer, the run restores what it has written, and the user's own function runs instead. A wrong
 guess costs time, but changes no bits.
+
+Operators of PyTorch check data as well, for example whether a matrix is singular. A plan takes for
+granted that these checks pass. If one fails, the user's own function meets it again, and raises
+what eager PyTorch raises, or goes on in its `except`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
+
+aten = torch.ops.aten
 
 
 class CheckFailed(Exception):
@@ -33,3 +39,36 @@ def check(
         for tensor, copy in copies:
             tensor.copy_(copy)
         raise CheckFailed("a branch or check of the step has another outcome than in the plan")
+
+
+def holds(value: Any, expected: bool) -> None:
+    """Raises `CheckFailed` if a value is not what a check of PyTorch's own, in C++, asks for."""
+    if bool(value) is not expected:
+        raise CheckFailed("a check of PyTorch's does not pass")
+
+
+DATA_CHECKS: Final = frozenset((
+    aten._linalg_check_errors.default, aten._assert_async.default, aten._assert_async.msg, holds,
+))  # fmt: skip
+"""What does nothing but raise an error if data is not as an operator of PyTorch wants it."""
+
+
+def check_data(
+    operator: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Runs an operator that checks data. If it raises an error, the run's changes are undone first.
+
+    Args:
+        operator: the check.
+        args, kwargs: its arguments.
+        copies: what has been written to, each with a copy from before.
+    """
+    try:
+        operator(*args, **kwargs)
+    except Exception:
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        raise

@@ -50,7 +50,9 @@ def check_sequence(program: Program) -> None:
     if not program.launches():
         return
     for call in program.calls:
-        if call.is_check or (is_collective(call.target) and call.skip_if is not None):
+        if (call.is_check and not call.is_data_check) or (
+            is_collective(call.target) and call.skip_if is not None
+        ):
             what = "branches on a value" if call.is_check else "may skip a collective"
             raise CaptureError(
                 f"{call.name} at {call.source}: the step calls collectives, and {what} here; one "

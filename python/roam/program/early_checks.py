@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from roam.program.checks import check
+from roam.program.checks import check, check_data
 from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, has_no_gaps
 from roam.program.passes import reordered
 
@@ -31,19 +31,26 @@ _OVERWRITES: Final = frozenset((
 
 
 def checks_first(program: Program) -> Program:
-    """The program with every branch before all changes, of state from before the step, that the
-    branch does not depend on. Checks keep their order, and other calls are moved only as far as
-    needed. A program that needs no change is returned as it is.
+    """The program with every branch, and every check that PyTorch's operators make of data, before
+    all changes, of state from before the step, that it does not depend on. Checks keep their order,
+    and other calls are moved only as far as needed. A program that needs no change is returned as
+    it is.
     """
     if not any(call.is_check for call in program.calls):
         return program
-    return _with_copies(program, _order(program))
+    # Where processes wait for each other, a run in which a check of data fails is not repeated.
+    is_alone = not program.launches()
+    branches = [
+        index
+        for index, call in enumerate(program.calls)
+        if call.is_branch or (is_alone and call.is_data_check)
+    ]
+    return _with_copies(program, _order(program, branches), frozenset(branches))
 
 
-def _order(program: Program) -> list[int]:
-    """Numbers of the calls in their new order."""
+def _order(program: Program, branches: list[int]) -> list[int]:
+    """Numbers of the calls in their new order, with these first."""
     calls = program.calls
-    branches = [index for index, call in enumerate(calls) if call.is_branch]
     if not branches:
         return list(range(len(calls)))
     needs = _needs(program)
@@ -102,17 +109,15 @@ def _needs(program: Program) -> list[set[int]]:
     return found
 
 
-def _with_copies(program: Program, order: list[int]) -> Program:
+def _with_copies(program: Program, order: list[int], branches: frozenset[int]) -> Program:
     """The program in an order, with copies of what is written to before a check, for the check to
-    put back.
+    put back; `branches` are those that came first.
     """
     written: dict[int, int] = {}  # per storage from before the step, the first place at which it is
     for place, index in enumerate(order):
         for storage in _changes(program, program.calls[index]):
             written.setdefault(storage, place)
-    last_branch = max(
-        (place for place, index in enumerate(order) if program.calls[index].is_branch), default=-1
-    )
+    last_branch = max((place for place, index in enumerate(order) if index in branches), default=-1)
     last_check = max(place for place, index in enumerate(order) if program.calls[index].is_check)
     anew = _begun_anew(program)
     referenced: dict[int, list[int]] = {}
@@ -153,7 +158,7 @@ def _with_copies(program: Program, order: list[int]) -> Program:
         full += inserted.get(place, ())
         held += copies.get(place, ())
         if call.is_check and held:
-            result.calls[index] = _holding(result, call, list(held))
+            result.calls[index] = _holding(call, list(held))
         full.append(index)
     return reordered(result, full)
 
@@ -181,18 +186,13 @@ def _begun_anew(program: Program) -> set[int]:
     return found
 
 
-def _holding(program: Program, call: Call, copies: list[tuple[Ref, Ref]]) -> Call:
+def _holding(call: Call, copies: list[tuple[Ref, Ref]]) -> Call:
     """The check, changed so that it puts back what was written to if it fails."""
     if call.target is check:
         return replace(call, args=(*call.args[:2], copies))
-    meta = program.slots[call.args[0].slot]
-    if (
-        meta is None or meta.device.type != "cpu"
-    ):  # an asynchronous assertion ends the process's use of the device
-        return call
-    return replace(
-        call, target=check, args=(call.args[0], True, copies), kwargs={}, outputs=(None,)
-    )
+    # An assertion that a CUDA device makes ends the process's use of it, whatever is put back.
+    arguments = call.target, call.args, call.kwargs, copies
+    return replace(call, target=check_data, args=arguments, kwargs={})
 
 
 def _writable(program: Program, slots: Sequence[int]) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -229,6 +230,8 @@ class Step:
         """Whether the user has been warned that a call may have exceeded the limit."""
         self._in_vain = 0
         """How many calls in a row had answers that no plan is for."""
+        self._declined: set[str] = set()
+        """Why runs have been left to the user's function, as far as that has been logged."""
 
     @left_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,6 +306,8 @@ class Step:
                 return None
             if refusal.is_unusual:
                 return None
+            if known and refusal.code == "step_raised":  # as the user's own function will
+                return None
             if not refusal.settles or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1
@@ -373,7 +378,9 @@ class Step:
                 return result
             except Declined as declined:
                 if not declined.answers:
-                    logger.warning("%s; your own function runs in the plan's place", declined)
+                    level = logging.INFO if str(declined) in self._declined else logging.WARNING
+                    self._declined.add(str(declined))
+                    logger.log(level, "%s; your own function runs in the plan's place", declined)
                     return self._train_step(*args, **kwargs)
                 logger.info("%s", declined)
                 known, likely = declined.answers, declined.likely

@@ -19,7 +19,7 @@ from roam.distributed.ddp import unsupported
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
-from roam.program.checks import CheckFailed
+from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
 from roam.program.ir import Call, Program, TensorMeta
 from roam.runtime.cuda_graph import OnCuda
@@ -602,7 +602,7 @@ class Runner:
         if failure is None:
             return error
         changed = self._executor.changed_before(failure)
-        if isinstance(error, CheckFailed):
+        if failure.call.is_check:
             restored = self._restored_by(failure.call)
             changed = [path for path in changed if path not in restored]
         where, cause = f"{failure.call.name} at {failure.call.source}", str(error).removesuffix(".")
@@ -618,7 +618,7 @@ class Runner:
                     answers,
                     (*answers, *later, *self._answers[len(answers) + len(later) :]),
                 )
-            if failure.call.is_check:
+            if failure.call.is_check and not self._groups:
                 return Declined(f"a check at {failure.call.source} does not pass")
             left = self._executor.bindings.order[failure.step + 1 :]
             if any(
@@ -712,7 +712,7 @@ class Runner:
         whatever the check's outcome.
         """
         program = self._program
-        copies = call.args[2] if len(call.args) > 2 else ()
+        copies = call.args[-1] if call.target in (check, check_data) and call.args[2:] else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
         storages |= {place for place, one in enumerate(program.storages) if one.is_begun_anew}
         return {

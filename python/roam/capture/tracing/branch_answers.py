@@ -111,6 +111,9 @@ class Answers:
 
     Attributes:
         guessed: whether an answer has had to be guessed.
+        passing: by the line and how often it has asked before, the answer with which a check
+            passes that PyTorch makes in C++. That is found out where the other answer raises an
+            error.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Answers:
         self.seen = seen
         self.likely = likely
         self.guessed = False
+        self.passing: dict[tuple[Place, int], bool] = {}
 
     def replay(self) -> Replay:
         """The answers for one trace."""
@@ -140,11 +144,32 @@ class Replay:
             else {place: iter(at) for place, at in answers.seen.values.items()}
         )
         self._asked = self._guessed = 0
+        self._times: dict[Place, int] = {}
+        self._last: tuple[Place, int] = ("", 0), 0
+        """The last question: the line, and how often it had asked before."""
+        self._doubtful: bool | None = None
+        """The answer to it, if another one may be right."""
 
     def value(self) -> Any:
         """The next value that reached the line that runs now; None if none is known."""
         values = self._values.get(user_place()) if self._values else None
         return None if values is None else next(values, None)
+
+    def passing_answer(self) -> bool | None:
+        """The answer to the next question, if it is known to be a check of PyTorch's own."""
+        place = user_place()
+        times = self._times[place] = self._times.get(place, -1) + 1
+        self._last, self._doubtful = (place, times), None
+        return self._answers.passing.get(self._last)
+
+    def blame(self) -> bool:
+        """After an error that has come right after the last answer: has later traces take the other
+        one for granted. False if this one was not in doubt.
+        """
+        if self._doubtful is None:
+            return False
+        self._answers.passing[self._last] = not self._doubtful
+        return True
 
     def answer(self, seen: bool | None) -> bool | None:
         """The answer to the next question, of which the watched run has `seen` one; None if too
@@ -161,4 +186,5 @@ class Replay:
             self._answers.guessed = True
             self._guessed += 1
             answer = idle_answer() if self._guessed <= _MOST_GUESSES else None
+        self._doubtful = answer
         return answer

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from roam.capture.tracing.composite_checks import CHECKED
 from roam.capture.tracing.recorded_values import Values
 from roam.torch_compat.private import (
     FakeTensor,
@@ -61,8 +62,9 @@ AS_FOR_REAL: dict[Any, Callable[..., Any]] = {
     aten.linalg_svdvals.default: _singular_values,
     aten.linalg_eigvalsh.default: _symmetric_eigenvalues,
     aten.linalg_eigvals.default: _eigenvalues,
+    **CHECKED,
 }
-"""How these operators are taken apart."""
+"""How operators are taken apart whose parts are others for real tensors than for fake ones."""
 
 
 @contextmanager

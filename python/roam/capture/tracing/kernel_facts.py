@@ -12,6 +12,7 @@ import torch
 
 from roam.capture.tracing import multi_tensor
 from roam.capture.tracing.dynamic_shapes import may_be_decided
+from roam.program.checks import DATA_CHECKS
 from roam.program.operators import is_ours
 from roam.torch_compat.private import has_kernel_for, packet_of, schema_of
 
@@ -137,7 +138,7 @@ class KernelFacts:
             and not multi_tensor.is_multi_tensor(func),
             is_composite=is_composite,
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
-            is_check=packet_of(func) is aten._assert_async,
+            is_check=func in DATA_CHECKS,
             is_masked=any(argument.name == "output_mask" for argument in arguments),
             reshapes_in_place=torch.Tag.inplace_view in func.tags,
             takes_dtype=any(

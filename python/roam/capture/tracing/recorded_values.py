@@ -33,7 +33,7 @@ from roam.capture.tracing.scalar_guards import (
 )
 from roam.capture.tracing.source_location import is_run_by
 from roam.errors import CaptureError
-from roam.program.checks import check
+from roam.program.checks import check, holds
 from roam.program.ir import (
     Call,
     ComputedGuard,
@@ -119,6 +119,8 @@ class Values(Slots):
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
         self._answers = answers
+        self._checked_until = -1
+        """How many calls there were after the last answer that runs check."""
         self._seen: dict[int, float] = {}
         """For each slot of a number, its value in a watched run."""
         self._carried: dict[float, tuple[Any, bool]] = {}
@@ -386,13 +388,29 @@ class Values(Slots):
         """
         if self._answers is None:  # a graph that others made has no code that asks
             return None
+        if (passing := self._answers.passing_answer()) is not None:
+            self.program.calls.append(
+                Call(holds, (Ref(slot), passing), {}, (None,), False, phase, source, is_check=True)
+            )
+            return passing
         answer = passing_answer()
         is_branch = answer is None
         if is_branch:
             answer = self._answers.answer(None if seen is None else bool(seen))
         if answer is not None:
             self._add_check(slot, answer, phase, source, is_branch=is_branch)
+            self._checked_until = len(self.program.calls)
         return answer
+
+    def blames_answer(self) -> bool:
+        """Whether the error that the step has just raised comes from PyTorch's own check of what it
+        has asked last. Another trace then takes the other answer for granted.
+        """
+        return (
+            self._answers is not None
+            and self._checked_until == len(self.program.calls)
+            and self._answers.blame()
+        )
 
     def _add_check(
         self, slot: int, answer: bool, phase: str, source: Source, *, is_branch: bool

@@ -173,6 +173,8 @@ def trace(
             except CaptureError as error:
                 fake_state.regions.check_failure()
                 recorder.messages.check(error)
+                if error.code == "step_raised" and not error.settles:
+                    error.blames_answer = recorder.blames_answer()
                 raise
             recorder.messages.check()
             fake_state.reliance.levels |= recorder.messages.levels

@@ -1,0 +1,232 @@
+"""Operators that look at data and raise an error: a plan raises eager PyTorch's, before it has
+changed anything, or leaves the call to the step's own `except`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributions
+
+import roam
+from bad_values import judged, samples
+from operators import op_db
+from training import assert_same_bits, tensors_and_numbers
+
+linalg, functional = torch.linalg, torch.nn.functional
+EYE, ONES = torch.eye(3), torch.ones(3, 3)
+
+
+def trained(
+    body: Callable[..., Any], batches: list[Any], wrap: Callable[[Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """What steps by `body(weight, *batch)` leave, and what each has returned or raised."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.tensor(2.0))
+    norm = torch.nn.BatchNorm1d(3)
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+
+    @wrap
+    def step(*batch: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        noise = functional.dropout(norm(torch.rand(4, 3)), 0.5).mean()
+        loss = body(weight, *batch).abs().float().mean() + 0 * noise
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    outcomes: list[Any] = []
+    left: list[Any] = []
+    for batch in batches:
+        try:
+            outcomes.append(step(*batch).item())
+        except RuntimeError as error:
+            outcomes.append((type(error), str(error)))
+        left += tensors_and_numbers(
+            weight.detach(), norm.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+        )
+    return outcomes, left
+
+
+def same(body: Callable[..., Any], batches: list[Any]) -> list[Any]:
+    """Holds steps by plan against eager ones; the eager outcomes."""
+    outcomes, left = trained(body, batches, lambda step: step)
+    by_plan, left_by_plan = trained(
+        body, batches, functools.partial(roam.compile, pool=True, poison=True)
+    )
+    assert by_plan == outcomes
+    assert_same_bits(left, left_by_plan)
+    return outcomes
+
+
+def _or(good: torch.Tensor, bad: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda is_good: torch.where(is_good, good, bad)
+
+
+definite, regular = _or(EYE, -EYE), _or(EYE, ONES)
+CHECKED: dict[str, Callable[[Any, Any], Any]] = {
+    "cholesky": lambda w, ok: linalg.cholesky(w * definite(ok)),
+    "cholesky of several": lambda w, ok: linalg.cholesky(w * definite(ok).expand(2, 3, 3)),
+    "inv": lambda w, ok: linalg.inv(w * regular(ok)),
+    "torch.inverse": lambda w, ok: torch.inverse(w * regular(ok)),
+    "solve": lambda w, ok: linalg.solve(w * regular(ok), torch.ones(3)),
+    "lu_factor": lambda w, ok: linalg.lu_factor(w * regular(ok))[0],
+    "ldl_factor": lambda w, ok: w * linalg.ldl_factor(w.detach() * _or(EYE, 0 * EYE)(ok))[0],
+    "matrix_power": lambda w, ok: linalg.matrix_power(w * regular(ok), -2),
+    "tensorinv": lambda w, ok: linalg.tensorinv(w * regular(ok), ind=1),
+    "tensorsolve": lambda w, ok: linalg.tensorsolve(w * regular(ok), torch.ones(3)),
+    "normal with a precision": lambda w, ok: distributions.MultivariateNormal(
+        torch.zeros(3), precision_matrix=w * definite(ok), validate_args=False
+    ).log_prob(torch.ones(3)),
+    "normal with a covariance": lambda w, ok: distributions.MultivariateNormal(
+        torch.zeros(3), w * definite(ok), validate_args=False
+    ).rsample(),
+    "one_hot too large": lambda w, ok: w * functional.one_hot(torch.where(ok, 1, 5)[None], 3),
+    "one_hot negative": lambda w, ok: w * functional.one_hot(torch.where(ok, 1, -1)[None], 3),
+    "quantile": lambda w, ok: (w * EYE).quantile(torch.where(ok, 0.5, 1.5)),
+    "nanquantile": lambda w, ok: (w * EYE).nanquantile(torch.where(ok, 0.5, -0.5)),
+    "cov": lambda w, ok: torch.cov(w * EYE, aweights=w.detach() * torch.where(ok, 1, -1) * ONES[0]),
+    "cov with counts": lambda w, ok: torch.cov(w * EYE, fweights=(w.detach() > 0) * torch.where(ok, 1, -1) * torch.ones(3).long()),
+    "an assertion": lambda w, ok: (torch._assert_async(w * torch.where(ok, 1, 0)), w)[1],
+}  # fmt: skip
+GOOD, WRONG = (torch.tensor(True),), (torch.tensor(False),)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_failing_check_raises_what_eager_raises(name: str) -> None:
+    outcomes = same(CHECKED[name], [GOOD, WRONG, GOOD, WRONG, GOOD])
+    assert [type(outcome) for outcome in outcomes] == [float, tuple, float, tuple, float]
+
+
+def _window(w: Any, ok: Any) -> Any:
+    spectrum = torch.complex(w * torch.ones(9, 12), torch.zeros(9, 12))
+    return torch.istft(spectrum, 16, window=torch.where(ok, w.detach(), 0) * torch.ones(16))
+
+
+def _phase(w: Any, ok: Any) -> Any:
+    u = linalg.svd(torch.complex(w * ONES.tril(), w * EYE.flip(0)))[0]
+    return torch.where(ok, u.abs().sum(), u.real.sum())
+
+
+@pytest.mark.parametrize("body", [_window, _phase])
+def test_checks_in_cpp_pass_in_plans(body: Callable[..., Any], caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "roam"):
+        outcomes = same(body, [GOOD, GOOD, WRONG, GOOD, WRONG, WRONG])
+    assert [type(outcome) for outcome in outcomes] == [float, float, tuple, float, tuple, tuple]
+
+
+def test_what_branches_decide_does_not_hide_which_checks_pass() -> None:
+    def body(w: Any, x: Any, weights: Any) -> Any:
+        if (w * x).sum() > 0:
+            x = x * 2
+        return torch.cov(w * x, aweights=w.detach() * weights)
+
+    x, weights = torch.rand(3, 4), torch.rand(4)
+    batches = [(x, weights)] * 2 + [(-x, weights)] * 2 + [(-x, -weights), (x, -weights)]
+    outcomes = same(body, [*batches, (x, weights), (-x, weights)])
+    assert [type(outcome) for outcome in outcomes[4:]] == [tuple, tuple, float, float]
+
+
+def test_jitter_after_a_failed_cholesky(caplog: Any) -> None:
+    def body(w: Any, x: Any) -> Any:
+        kernel = torch.exp(-0.5 * ((x[:, None] - x[None]) / w) ** 2)
+        for jitter in (0.0, 1e-6, 1e-4, 1e-2):
+            try:
+                factor = linalg.cholesky(kernel + jitter * torch.eye(len(x)))
+            except linalg.LinAlgError:
+                torch.rand(())
+                continue
+            return factor
+        raise RuntimeError("not positive definite")
+
+    spread, close = torch.arange(6.0) * 9, torch.linspace(0, 1e-3, 6)
+    with caplog.at_level(logging.INFO, "roam"):
+        outcomes = same(body, [(x,) for x in (spread, close, spread, close, close)])
+    assert all(type(outcome) is float for outcome in outcomes)
+    said = [record.levelname for record in caplog.records if "does not pass" in record.message]
+    assert said == ["WARNING", "INFO", "INFO"]
+
+
+def test_a_check_among_updates_leaves_what_eager_leaves() -> None:
+    """As in an optimizer that preconditions each parameter in its turn."""
+
+    def script(wrap: Callable[[Any], Any]) -> Iterator[Any]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(3, 3)) for _ in range(3)]
+        factors = [torch.eye(3) for _ in weights]
+        counts = [0]
+
+        @wrap
+        def step(x: torch.Tensor) -> torch.Tensor:
+            counts[0] += 1
+            loss = sum((x @ weight).square().mean() for weight in weights)
+            loss.backward()
+            with torch.no_grad():
+                for weight, factor in zip(weights, factors, strict=True):
+                    factor.add_(weight.grad @ weight.grad.T)
+                    weight.sub_(linalg.solve(factor, weight.grad), alpha=0.1)
+                    weight.grad = None
+            linalg.cholesky(x.sum() * EYE)
+            return loss.detach()
+
+        for x in (torch.ones(2, 3), -torch.ones(2, 3), torch.full((2, 3), 0.5), torch.zeros(2, 3)):
+            try:
+                yield step(x)
+            except linalg.LinAlgError as error:
+                yield len(str(error))
+            yield from (*weights, *(weight.grad for weight in weights), *factors, counts[0])
+
+    eager, planned = (
+        tensors_and_numbers(list(script(wrap))) for wrap in (lambda step: step, roam.compile)
+    )
+    assert_same_bits(eager, planned)
+
+
+def test_a_tensor_of_places_to_split_at() -> None:
+    def body(w: Any, x: Any, places: Any) -> Any:
+        return sum(part.sum() ** 2 for part in torch.tensor_split(w * x, places))
+
+    x = torch.rand(7)
+    same(body, [(x, torch.tensor(places)) for places in ([2, 4], [2, 4], [1, 6], [3, 3])])
+    same(lambda w, x: body(w, x, torch.tensor([2, 5])), [(x,)] * 2)
+    with pytest.raises(roam.CaptureError) as caught:
+        trained(lambda w, x: body(w, x, w.long()[None]), [(x,)] * 2, roam.compile)
+    assert caught.value.code == "value_reached_python"
+
+
+OUT_OF_MEMORY = {"nn.functional.ctc_loss", "_segment_reduce"}
+"""Operators that read or write outside of their arguments if an index is out of range, in eager
+PyTorch too."""
+OPERATORS = {
+    f"{op.name} {op.variant_test_name}".strip(): op
+    for op in op_db
+    if "jiterator" not in op.name and op.name not in OUT_OF_MEMORY
+}
+TYPICAL = (
+    *("linalg.cholesky", "gather", "nn.functional.one_hot", "linalg.solve", "quantile"),
+    *("nn.functional.embedding", "nn.functional.nll_loss", "linalg.eigvals", "multinomial"),
+)
+"""What `make ci` looks at too."""
+MOST_SAMPLES = 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.long) for name in OPERATORS],
+)
+def test_no_operator_goes_on_where_eager_raises(name: str, one_thread: None) -> None:
+    op = OPERATORS[name]
+    floats = torch.float32 in op.dtypes
+    wrong = [
+        f"{dtype}: {fault}"
+        for dtype in (torch.float32, torch.complex64, torch.int64, torch.bool)
+        if dtype in op.dtypes and (dtype.is_floating_point or dtype.is_complex or not floats)
+        for arguments in samples(op, dtype, 1 if name in TYPICAL else MOST_SAMPLES)
+        for fault in judged(op.op, arguments)
+    ]
+    assert not wrong
