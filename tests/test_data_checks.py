@@ -230,3 +230,67 @@ def test_no_operator_goes_on_where_eager_raises(name: str, one_thread: None) -> 
         for fault in judged(op.op, arguments)
     ]
     assert not wrong
+
+
+def _of(kind: type, **given: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:
+    return kind, given
+
+
+RATE, MATRIX = torch.tensor([0.5, 0.75]), torch.tensor([[2.0, 0.5], [0.5, 1.5]])
+SQUARE = MATRIX.tril()
+DISTRIBUTIONS = [
+    *(_of(getattr(distributions, name), probs=RATE) for name in ("Bernoulli", "Geometric", "ContinuousBernoulli")),
+    *(_of(getattr(distributions, name), logits=RATE) for name in ("Categorical", "OneHotCategorical")),
+    *(_of(getattr(distributions, name), probs=RATE) for name in ("Categorical", "OneHotCategoricalStraightThrough")),
+    *(_of(getattr(distributions, name), loc=RATE, scale=RATE) for name in ("Cauchy", "Gumbel", "Laplace", "LogNormal", "Normal")),
+    *(_of(getattr(distributions, name), scale=RATE) for name in ("HalfCauchy", "HalfNormal")),
+    *(_of(getattr(distributions, name), concentration=RATE, rate=RATE) for name in ("Gamma", "InverseGamma")),
+    _of(distributions.Beta, concentration1=RATE, concentration0=RATE),
+    _of(distributions.Chi2, df=RATE + 2),
+    _of(distributions.Dirichlet, concentration=RATE),
+    _of(distributions.Exponential, rate=RATE),
+    _of(distributions.FisherSnedecor, df1=RATE + 2, df2=RATE + 2),
+    _of(distributions.GeneralizedPareto, loc=RATE, scale=RATE, concentration=RATE),
+    _of(distributions.Kumaraswamy, concentration1=RATE, concentration0=RATE),
+    _of(distributions.LKJCholesky, dim=2, concentration=RATE),
+    _of(distributions.LogisticNormal, loc=RATE, scale=RATE),
+    _of(distributions.LowRankMultivariateNormal, loc=RATE, cov_factor=SQUARE, cov_diag=RATE),
+    _of(distributions.Multinomial, total_count=3, probs=RATE),
+    *(_of(distributions.MultivariateNormal, loc=RATE, **{name: matrix}) for name, matrix in (
+        ("covariance_matrix", MATRIX), ("precision_matrix", MATRIX), ("scale_tril", SQUARE))),
+    _of(distributions.NegativeBinomial, total_count=RATE + 3, probs=RATE),
+    _of(distributions.Pareto, scale=RATE, alpha=RATE),
+    _of(distributions.Poisson, rate=RATE),
+    *(_of(getattr(distributions, name), temperature=RATE[0], probs=RATE) for name in ("RelaxedBernoulli", "RelaxedOneHotCategorical")),
+    _of(distributions.StudentT, df=RATE + 2, loc=RATE, scale=RATE),
+    _of(distributions.Uniform, low=RATE, high=RATE + 1),
+    _of(distributions.Weibull, scale=RATE, concentration=RATE),
+    *(_of(distributions.Wishart, df=torch.tensor(3.0), **{name: matrix}) for name, matrix in (
+        ("covariance_matrix", MATRIX), ("precision_matrix", MATRIX), ("scale_tril", SQUARE))),
+]  # fmt: skip
+"""All of PyTorch's but those that draw without an end where a parameter is bad, eagerly too:
+Binomial, VonMises."""
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_validated", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    DISTRIBUTIONS,
+    ids=[f"{kind.__name__} {'-'.join(given)}" for kind, given in DISTRIBUTIONS],
+)
+def test_no_distribution_goes_on_where_eager_raises(
+    kind: Any, given: dict[str, Any], is_validated: bool, one_thread: None
+) -> None:
+    value = kind(**given).sample()
+
+    def drawn(value: torch.Tensor, **given: Any) -> list[torch.Tensor]:
+        made = kind(**given, validate_args=is_validated)
+        return [made.log_prob(value), made.rsample() if made.has_rsample else made.sample()]
+
+    trained = {
+        name: one.clone().requires_grad_() if isinstance(one, torch.Tensor) else one
+        for name, one in given.items()
+    }
+    assert not judged(drawn, ((value,), trained))
