@@ -198,6 +198,69 @@ def test_a_tensor_of_places_to_split_at() -> None:
     assert caught.value.code == "value_reached_python"
 
 
+def _looked_up(w: Any, index: Any) -> Any:
+    return functional.embedding(index, w * EYE)
+
+
+def _tried(w: Any, index: Any) -> Any:
+    try:
+        return _looked_up(w, index)
+    except IndexError:
+        return w * 3
+
+
+def _tried_around(w: Any, index: Any) -> Any:
+    try:
+        with torch.enable_grad():
+            row = _looked_up(w, index)
+    except IndexError:
+        row = w * torch.rand(3)
+    finally:
+        w = w * 1
+    return row
+
+
+def steps_in(
+    body: Callable[..., Any], norm: Callable[[Any], Any], wrap: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """What steps on indices leave, of which some are out of range."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    @wrap
+    def step(index: torch.Tensor) -> Any:
+        loss = (norm(torch.ones(2, 3)).sum() + body(weight, index)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.01)
+        weight.grad = None
+        return loss.detach()
+
+    for index in (1, 2, 7, 0, 7, 1):
+        yield step(torch.tensor([index]))
+        yield from (weight.detach().clone(), torch.get_rng_state())
+
+
+@pytest.mark.parametrize("body", [_tried, _tried_around])
+def test_a_kernel_that_fails_inside_a_try_leaves_the_call_to_the_step(
+    body: Callable[..., Any],
+) -> None:
+    eager, planned = (
+        tensors_and_numbers(list(steps_in(body, lambda x: x, wrap)))
+        for wrap in (lambda step: step, roam.compile)
+    )
+    assert_same_bits(eager, planned)
+
+
+@pytest.mark.parametrize(("body", "code"), [(_tried, "torn"), (_looked_up, "failed_as_eager")])
+def test_only_an_error_outside_of_a_try_is_said_to_leave_what_eager_leaves(
+    body: Callable[..., Any], code: str
+) -> None:
+    with pytest.raises(roam.ExecutionError) as caught:
+        list(steps_in(body, torch.nn.BatchNorm1d(3), roam.compile))
+    assert caught.value.code == code
+
+
 OUT_OF_MEMORY = {"nn.functional.ctc_loss", "_segment_reduce"}
 """Operators that read or write outside of their arguments if an index is out of range, in eager
 PyTorch too."""

@@ -49,6 +49,8 @@ class Source:
     module: str = ""
     file: str = ""
     line: int = 0
+    is_tried: bool = False
+    """Whether code of the user's or of a library, around the call, may handle its error."""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else UNKNOWN_LINE

@@ -625,13 +625,16 @@ class Runner:
                 self._program.calls[index].is_branch for index in left
             ):  # maybe on a way that the step does not go
                 return Declined(f"{where} failed: {error}")
+            is_own = isinstance(error, ExecutionError)
+            if failure.call.source.is_tried and not is_own and not self._groups:
+                return Declined(f"{where} failed: {error}")
             if isinstance(error, (ArithmeticError, ValueError)) and not self._groups:
                 makes = [
                     self._program.slots[slot] for slot in failure.call.outputs if slot is not None
                 ]
                 if makes == [None] * len(makes):  # Python's numbers, on which the code may go on
                     return Declined(f"{where} failed: {error}")
-            if isinstance(error, ExecutionError):
+            if is_own:
                 return error
             advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(
@@ -672,6 +675,7 @@ class Runner:
         program, number = self._program, self._number(failure)
         is_simple = not (
             self._groups
+            or failure.call.source.is_tried  # in eager PyTorch the step may have gone on
             or self._device.type != "cpu"
             or self._has_checks
             or self.choice.recomputation is not None

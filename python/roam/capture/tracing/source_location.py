@@ -6,10 +6,13 @@ step. What a code object means is decided once and remembered.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import os
 import sys
 import sysconfig
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -30,7 +33,7 @@ _AUTOGRAD_FILES = tuple(
 _LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
 
 # Bits of what a code object is.
-_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS, _NUMPYS = 1, 2, 4, 8, 16, 32, 64
+_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS, _NUMPYS, _TRIES = 1, 2, 4, 8, 16, 32, 64, 128
 
 
 def _classify(code: CodeType) -> int:
@@ -47,6 +50,8 @@ def _classify(code: CodeType) -> int:
         bits |= _USER
         if shown_path(file).startswith("numpy" + os.sep):
             bits |= _NUMPYS  # which no message should name in place of its caller
+        if _tried(code):
+            bits |= _TRIES
     if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
         bits |= _MODULE
     lowered = name.lower()
@@ -55,6 +60,33 @@ def _classify(code: CodeType) -> int:
     ):
         bits |= _LOSS
     return bits
+
+
+@functools.lru_cache(maxsize=1024)
+def _tried(code: CodeType) -> list[tuple[int, int]]:
+    """The ranges of a function's instructions that are in a `try`, by their first offset and the
+    offset after them. Blocks of `with` count as if they let errors through.
+    """
+    if sys.version_info < (3, 11):
+        is_trying = any(one.opname == "SETUP_FINALLY" for one in dis.get_instructions(code))
+        return [(0, len(code.co_code))] if is_trying else []
+    if not code.co_exceptiontable:
+        return []
+    names = {one.offset: one.opname for one in dis.get_instructions(code)}
+    after = dict(itertools.pairwise(names))
+    entries = dis.Bytecode(code).exception_entries
+
+    def is_handled(at: int) -> bool:
+        """Whether a handler is met by an error that is raised at this offset."""
+        target = next((one.target for one in entries if one.start <= at < one.end), None)
+        if target is None:
+            return False
+        is_handler = names[target] == "PUSH_EXC_INFO"  # not what tidies up after a handler
+        if is_handler and names[after[target]] != "WITH_EXCEPT_START":
+            return True
+        return target > at and is_handled(target)  # the block around it
+
+    return [(entry.start, entry.end) for entry in entries if is_handled(entry.start)]
 
 
 _bits: Final[dict[int, tuple[int, CodeType]]] = {}
@@ -110,7 +142,7 @@ class Frames:
         bits_seen = 0
         user: FrameType | None = None
         new: list[FrameType] = []
-        module = ""
+        module, is_tried = "", False
         while frame is not None and frame.f_code is not self.root:
             code = frame.f_code
             bits = self._bits.get(_identity(code))
@@ -127,6 +159,9 @@ class Frames:
                         _BACKWARD | _UPDATE
                     )  # an optimizer in a gradient hook, a backward pass in a closure: the inner one
                 bits_seen |= bits
+                if bits & _TRIES and not is_tried:
+                    at = frame.f_lasti
+                    is_tried = any(start <= at < end for start, end in _tried(frame.f_code))
                 if bits & _USER and not bits & _NUMPYS and user is None:
                     user = frame
                 if bits & _MODULE and not module:
@@ -138,13 +173,16 @@ class Frames:
             else:
                 self._code.setdefault(seen.f_code, seen.f_globals)
         source = (
-            Source(module, shown_path(user.f_code.co_filename), user.f_lineno)
+            Source(module, shown_path(user.f_code.co_filename), user.f_lineno, is_tried)
             if user is not None
-            else Source()
+            else Source(is_tried=is_tried)
         )
         if bits_seen & _BACKWARD:
             node: Any = current_node()  # None between the nodes, whatever the stub says
-            return "backward", (None if node is None else self.made_by(node)) or source
+            made_by = None if node is None else self.made_by(node)
+            if made_by is None or made_by.is_tried is is_tried:
+                return "backward", made_by or source
+            return "backward", replace(made_by, is_tried=is_tried)
         if bits_seen & _UPDATE:
             return "update", source
         if torch.is_grad_enabled():
