@@ -74,7 +74,8 @@ def _tried(code: CodeType) -> list[tuple[int, int]]:
         return []
     names = {one.offset: one.opname for one in dis.get_instructions(code)}
     after = dict(itertools.pairwise(names))
-    entries = dis.Bytecode(code).exception_entries
+    bytecode: Any = dis.Bytecode(code)  # whose entries older versions do not have
+    entries = bytecode.exception_entries
 
     def is_handled(at: int) -> bool:
         """Whether a handler is met by an error that is raised at this offset."""
