@@ -96,16 +96,16 @@ def is_plain(value: object) -> bool:
     return issubclass(kind, enum.Enum) or is_numpy_scalar(value)
 
 
-def enumerations_in(value: object) -> Iterator[type]:
-    """The classes of the enumerations' members in a plain value, whose methods a step may call."""
+def members_in(value: object) -> Iterator[enum.Enum]:
+    """The members of enumerations in a plain value, which may have attributes and methods."""
     kind = type(value)
     if kind in _EXACT or kind is float:
         return
     if issubclass(kind, enum.Enum):
-        yield kind
+        yield value  # type: ignore[misc]
     elif kind in _SEQUENCES or kind is frozenset:
         for element in value:  # type: ignore[attr-defined]
-            yield from enumerations_in(element)
+            yield from members_in(element)
 
 
 def same(expected: Any, value: Any) -> bool:

@@ -32,7 +32,7 @@ from roam.state.containers import (
 from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
-from roam.state.namespaces import AttributesSpace
+from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.reach import Place, Reach
 from roam.state.spaces import Items, Space
@@ -177,7 +177,7 @@ class Snapshot:
             if not place.guarded or not (changes := self._changes(place, items)):
                 continue
             reasons += len(changes)
-            if type(place.space) in (MappingSpace, AttributesSpace):
+            if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
                 found += [
                     setting
                     for key, value in place.space.items()
