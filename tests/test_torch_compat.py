@@ -323,7 +323,8 @@ def _overloads() -> bool:
         type(overload) is private.OpOverload
         and private.base_name(overload) == "add"
         and private.packet_of(overload) is aten.add
-        and private.find_handle(overload) is vars(overload)["_handle"]
+        and isinstance(overload, private.OPERATORS)
+        and isinstance(aten.add, private.OPERATORS)
         and torch.equal(
             private.c_function(overload)(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
         )
@@ -1396,7 +1397,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_dtensor": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
-    "find_handle": _overloads,
+    "OPERATORS": _overloads,
     "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,

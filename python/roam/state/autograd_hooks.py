@@ -113,6 +113,7 @@ def leaves_of(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
         if (
             tensor.requires_grad
             and tensor.is_leaf
+            and tensor.layout is torch.strided  # others are refused
             and not isinstance(tensor, FakeTensor)
             and id(tensor) not in seen
         ):

@@ -97,9 +97,8 @@ from roam.state.spaces import Space
 from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import (
     HOOKS,
+    OPERATORS,
     FakeTensor,
-    OpOverload,
-    find_handle,
     is_of_dynamo,
     pytree,
     remade_attributes,
@@ -675,8 +674,9 @@ class _Walk:
                 code="autograd_node",
             )
         else:
-            if kind is OpOverload:
-                find_handle(value)  # now, so that the step does not change it
+            if issubclass(kind, OPERATORS):  # which look things up when these are needed
+                self._by_name(value, path).update(attributes_of(value))
+                return
             if (asking := reader_of(value)) is not None:
                 self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
                 self._place(ReadSpace(value, path, *asking))

@@ -623,9 +623,8 @@ packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
 """All overloads of an overload's name."""
 c_function: Callable[[Any], Any] = operator.attrgetter("_op")
 """What an overload calls in C++, without the checks in Python before it."""
-find_handle: Callable[[Any], Any] = operator.attrgetter("_handle")
-"""What an overload calls with chosen dispatch keys. Before PyTorch 2.15 an overload looks it up
-when it is first needed, and keeps it."""
+OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+"""The classes of operators, of their overloads and of operators that call functions."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """The negative of a tensor in the same memory, which is computed where it is used."""
 has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
@@ -1418,6 +1417,7 @@ __all__ = [
     "HOOKS",
     "IS_COMPILING",
     "IS_NESTED",
+    "OPERATORS",
     "TENSOR_DATA",
     "VF",
     "BelowAutograd",
@@ -1466,7 +1466,6 @@ __all__ = [
     "exchange_shard",
     "expects_backward",
     "fake_store",
-    "find_handle",
     "finished_work",
     "flat_shape",
     "flat_weights_of",

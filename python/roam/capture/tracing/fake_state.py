@@ -434,6 +434,8 @@ class FakeState:
         path = self._historic.get(id(tensor))
         if isinstance(local_of(tensor), FakeTensor) and path is None:
             return tensor
+        if not is_dtensor(tensor) and tensor.layout is not torch.strided:
+            _refuse_layout(tensor, self._path_of(tensor))
         gradient = _gradient_of(tensor)
         if path is not None:
             found = tensor.detach()
@@ -465,6 +467,15 @@ class FakeState:
         if gradient is not None:
             found.grad = self._fake(gradient)
         return found
+
+    def _path_of(self, tensor: torch.Tensor) -> str:
+        """Where the step reaches a tensor, or the tensor whose gradient it is."""
+        for slot in self.reach.slots:
+            if slot.tensor is tensor:
+                return slot.path
+            if slot.tensor.is_leaf and slot.tensor.grad is tensor:
+                return f"{slot.path}.grad"
+        return "a tensor that the step reaches"
 
     def _refuse_history(self, path: str) -> Refuse:
         """Refuses that a backward pass of the step's goes on into the history of the tensor at a
@@ -779,11 +790,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
             code="subclass",
         )
     if tensor.layout is not torch.strided:
-        refuse(
-            path,
-            f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
-            code="layout",
-        )
+        _refuse_layout(tensor, path)
     if not isinstance(local_of(tensor), FakeTensor) and any(
         isinstance(value, torch.Tensor) for value in vars(tensor).values()
     ):
@@ -809,6 +816,14 @@ def _check_tensor(tensor: Any, path: str) -> None:
             "detach it",
             code="outer_history",
         )
+
+
+def _refuse_layout(tensor: torch.Tensor, path: str) -> NoReturn:
+    refuse(
+        path,
+        f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
+        code="layout",
+    )
 
 
 def _check_dtensor(tensor: Any, path: str) -> None:
