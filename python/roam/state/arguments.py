@@ -128,7 +128,7 @@ class Parts:
         is_container = (
             kind in _DICTIONARIES
             or kind is list
-            or (isinstance(value, tuple) and not is_plain(value))
+            or (issubclass(type(value), tuple) and not is_plain(value))
         )
         if not (is_container or is_object(value)):
             self.places.append(place)
@@ -152,7 +152,7 @@ class Parts:
             )
         if kind is list:
             return kind, self._of(SequenceSpace(value, path, label=_keys_of(path)))
-        if isinstance(value, tuple):
+        if issubclass(type(value), tuple):
             places = [] if place is None else [place]
             return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
         found: list[Any] = [kind]

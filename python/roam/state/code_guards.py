@@ -65,7 +65,7 @@ class Reliance:
         read, iterate, count = kind.__getitem__, kind.__iter__, kind.__len__
 
         def reading(environment: Any, key: Any) -> Any:
-            if isinstance(key, (str, bytes)):
+            if issubclass(type(key), (str, bytes)):
                 name = environment.encodekey(key)
                 self._variables[name] = environment._data.get(name, MISSING)
             return read(environment, key)
@@ -79,7 +79,7 @@ class Reliance:
 
         def setting(environment: Any, key: Any, value: Any) -> None:
             # PyTorch itself sets one whenever a function is given to torch.compile.
-            if isinstance(key, str) and isinstance(value, str):
+            if issubclass(type(key), str) and issubclass(type(value), str):
                 name, now = environment.encodekey(key), environment.encodevalue(value)
                 if environment._data.get(name, MISSING) == now:
                     self._variables[name] = now
@@ -258,7 +258,7 @@ def _named(code: types.CodeType, names: Names) -> Iterator[tuple[str, Names, str
                 continue
             yield path, holder, name
             if (
-                isinstance(value, types.ModuleType)
+                issubclass(type(value), types.ModuleType)
                 and depth < _SEARCHED
                 and id(value.__dict__) not in seen
             ):
@@ -283,11 +283,11 @@ def _classes_around(code: dict[types.CodeType, Names]) -> Iterator[type]:
     for one, names in code.items():
         value: Any = names
         for name in getattr(one, "co_qualname", "").split(".")[:-1]:
-            value = (value if isinstance(value, dict) else vars(value)).get(name)
-            if not isinstance(value, type) or issubclass(value, FakeTensor):
+            value = (value if issubclass(type(value), dict) else vars(value)).get(name)
+            if not issubclass(type(value), type) or issubclass(value, FakeTensor):
                 break  # capture itself replaces methods of fake tensors
             yield value
 
 
 def _function_names(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)]
+    return [name for name, value in vars(kind).items() if issubclass(type(value), _FUNCTIONS)]

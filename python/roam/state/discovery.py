@@ -296,7 +296,7 @@ class _Walk:
         return [
             node
             for node in self.given.values()
-            if not isinstance(node, tuple)
+            if not issubclass(type(node), tuple)
             and not held.isdisjoint(
                 {id(node), id(attributes_of(node) if is_user_dict(node) else node)}
             )
@@ -362,10 +362,10 @@ class _Walk:
                 self._place(
                     MappingSpace(attributes_of(node), name, label=_child(name)), guarded=False
                 )
-            elif isinstance(node, (dict, list, deque)):
-                space = MappingSpace if isinstance(node, dict) else SequenceSpace
+            elif issubclass(type(node), (dict, list, deque)):
+                space = MappingSpace if issubclass(type(node), dict) else SequenceSpace
                 self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
-            if isinstance(node, defaultdict) and node.default_factory is not None:
+            if issubclass(type(node), defaultdict) and node.default_factory is not None:
                 self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)
             return False
@@ -501,7 +501,7 @@ class _Walk:
         with self._in(None):
             if (
                 value.__dict__
-                and not isinstance(value, FakeTensor)
+                and not issubclass(type(value), FakeTensor)
                 and self._is_new(value.__dict__)
             ):
                 self._fill(
@@ -643,8 +643,9 @@ class _Walk:
         elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._enqueue(value.__self__, f"{path}.__self__")
         elif issubclass(kind, weakref.ref):
-            if not issubclass(type(value()), torch.Tensor):
-                self._enqueue(value(), f"{path}()")
+            held = weakref.ref.__call__(value)
+            if not issubclass(type(held), torch.Tensor):
+                self._enqueue(held, f"{path}()")
             self._dictionary(value, path)
         elif kind in weakref.ProxyTypes:
             with suppress(ReferenceError):
@@ -694,7 +695,7 @@ class _Walk:
         names = self.reads.names_of(key)
         for name, kind in holders.items():
             holder = attributes.get(name)
-            if not isinstance(holder, dict):
+            if not issubclass(type(holder), dict):
                 continue
             self._link(holder)
             if not self._is_new(holder):
@@ -707,7 +708,7 @@ class _Walk:
                     self._children(space, key, names)
         if self.is_guarding:
             self.reach.objects.append((path, module))
-        if isinstance(module, torch.nn.RNNBase):
+        if issubclass(type(module), torch.nn.RNNBase):
             self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
         else:
             if (remade := remade_attributes(module)) and names is None:
@@ -756,11 +757,11 @@ class _Walk:
             where = f"{groups}[{number}]"
             self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
             for key, value in group.items():
-                if isinstance(value, torch.Tensor):
+                if issubclass(type(value), torch.Tensor):
                     self._tensor(value, seen, (number, key), "group")
-                elif key != "params" and isinstance(value, (tuple, list)) and _holds_tensors(value):
+                elif key != "params" and type(value) in (tuple, list) and _holds_tensors(value):
                     for index, part in enumerate(value):
-                        if isinstance(part, torch.Tensor):
+                        if issubclass(type(part), torch.Tensor):
                             self._tensor(part, seen, (number, key, index), "group")
                 else:
                     self._enqueue(value, seen.label((number, key)))
@@ -781,13 +782,13 @@ class _Walk:
 
         self._place(MappingSpace(state, path, label=label), guarded=False)
         # What belongs to no parameter may not change from step to step.
-        others = [key for key in state if not isinstance(key, torch.Tensor)]
+        others = [key for key in state if not issubclass(type(key), torch.Tensor)]
         if others:
             self._fill(NamesSpace(state, others, path, label=_index(path)))
         for key, entry in state.items():
-            if not isinstance(key, torch.Tensor):
+            if not issubclass(type(key), torch.Tensor):
                 continue
-            if isinstance(entry, dict) and self._is_new(entry):
+            if issubclass(type(entry), dict) and self._is_new(entry):
                 nested = [
                     (name, value) for name, value in entry.items() if type(value) in (list, dict)
                 ]
@@ -808,7 +809,7 @@ class _Walk:
         attributes = value.__dict__
         self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
         for name, part in attributes.items():
-            if isinstance(part, torch.optim.Optimizer):
+            if issubclass(type(part), torch.optim.Optimizer):
                 self.guarded.append((part, f"{path}.{name}", self.edge))
 
     def _scheduler(self, scheduler: Any, path: str) -> None:
@@ -950,7 +951,7 @@ class _Walk:
         for holder, path, entered, is_users in list(self.by_name.values()):
             is_class = issubclass(type(holder), type)
             held = dictionary_of(holder) if is_class else attributes_of(holder)
-            names = [name for name in sorted(self.asked - entered)]
+            names = sorted(self.asked - entered)
             if is_users:
                 plain = (name for name in self.named - entered if is_plain(held.get(name)))
                 names = sorted({*names, *plain})

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
     in_kernel_invocation_manager,
 )
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, _MakefxTracer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -585,6 +586,20 @@ def exchange_shard(parameter: Any, sharded: Any, flat: Any) -> None:
     parameter.sharded_param, parameter._sharded_param_data = sharded, flat
     parameter.all_gather_outputs = []
     vars(parameter).pop("_unsharded_param", None)
+
+
+TRACER_ENTRIES: list[tuple[Any, str]] = [
+    (ProxyTorchDispatchMode, "__enter__"),
+    (_MakefxTracer, "trace"),
+    (torch._guards.TracingContext, "__init__"),
+    (torch._C, "_create_graph_by_tracing"),
+    (torch._C, "_create_function_from_trace"),
+    (torch._C, "_create_function_from_trace_with_dict"),
+    (torch._C.ScriptModule, "_create_method_from_trace"),
+    (torch.cuda.graphs.graph, "__enter__"),
+]
+"""What all tracers go through that make a graph of the operators they see: `make_fx` and all that
+use it, Dynamo and AOTAutograd, TorchScript, CUDA graphs."""
 
 
 def shard_memory() -> list[tuple[Any, str]]:
@@ -1419,6 +1434,7 @@ __all__ = [
     "IS_NESTED",
     "OPERATORS",
     "TENSOR_DATA",
+    "TRACER_ENTRIES",
     "VF",
     "BelowAutograd",
     "C",
