@@ -17,7 +17,10 @@ import torch
 import roam
 from training import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
 
 RAN: list[str] = []
 _METHODS = (

@@ -160,7 +160,8 @@ class Reads:
             self._keys[id(value)] = id(holder)
             self._kept += (value, holder)
             self._kinds[id(holder)].add(type(value))
-            self._classes[type(value)] = type(value).__setattr__, type(value).__delattr__
+            look: Any = functools.partial(type.__getattribute__, type(value))  # past a metaclass
+            self._classes[type(value)] = look("__setattr__"), look("__delattr__")
         self._reached.add(id(holder))
         return id(holder)
 

@@ -1214,8 +1214,8 @@ def _slots_of_super(kind: type) -> frozenset[str]:
     """
     methods = [
         method
-        for base in kind.__mro__
-        for method in vars(base).values()
+        for base in mro_of(kind)
+        for method in dictionary_of(base).values()
         if type(method) is types.FunctionType
     ]
     named = [names_of(method.__code__) for method in methods]
@@ -1272,8 +1272,8 @@ def _is_iterator(kind: type) -> bool:
     """Whether objects of this class hand out values one by one and forget them."""
     if kind in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
         return True
-    is_builtin = kind.__module__ in ("builtins", "itertools", "_io", "collections")
-    return is_builtin and "__next__" in vars(kind) and not issubclass(kind, OrderedDict)
+    is_builtin = module_of(kind) in ("builtins", "itertools", "_io", "collections")
+    return is_builtin and "__next__" in dictionary_of(kind) and not issubclass(kind, OrderedDict)
 
 
 def _holds_tensors(values: Iterable[object]) -> bool:
