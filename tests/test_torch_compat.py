@@ -4,6 +4,7 @@ PyTorch that changed."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
@@ -323,7 +324,8 @@ def _overloads() -> bool:
         type(overload) is private.OpOverload
         and private.base_name(overload) == "add"
         and private.packet_of(overload) is aten.add
-        and private.find_handle(overload) is vars(overload)["_handle"]
+        and isinstance(overload, private.OPERATORS)
+        and isinstance(aten.add, private.OPERATORS)
         and torch.equal(
             private.c_function(overload)(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
         )
@@ -1289,6 +1291,34 @@ def _moves(ddp: Any) -> bool:
     return torch.equal(args[0], value) and torch.equal(kwargs["other"], value)
 
 
+def _tracers() -> bool:
+    """What every tracer goes through."""
+    seen: set[str] = set()
+
+    def noted(holder: Any, name: str) -> Any:
+        plain = getattr(holder, name)
+        return mock.patch.object(
+            holder, name, lambda *args, **kwargs: (seen.add(name), plain(*args, **kwargs))[1]
+        )
+
+    x = torch.ones(2)
+    with contextlib.ExitStack() as stack:
+        for holder, name in private.TRACER_ENTRIES:
+            stack.enter_context(noted(holder, name))
+        found = []
+        for traces in (
+            lambda: torch.fx.experimental.proxy_tensor.make_fx(torch.sin)(x),
+            lambda: torch.compile(lambda x: x.sin(), backend="eager")(x),
+            lambda: torch.jit.trace(torch.sin, x),
+            lambda: torch.jit.trace(torch.nn.Tanh(), x),
+            lambda: torch.jit._get_trace_graph(torch.nn.Tanh(), x),
+        ):
+            seen.clear()
+            traces()
+            found.append(bool(seen))
+    return all(found)
+
+
 def _is_compiled() -> bool:
     plain, one = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     one.compile()
@@ -1311,6 +1341,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "ENGINE_CODE": _engine_runs,
     "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),
     "TENSOR_DATA": lambda: torch.equal(private.TENSOR_DATA.__get__(torch.ones(2)), torch.ones(2)),
+    "TRACER_ENTRIES": _tracers,
     "VF": _packed,
     "BelowAutograd": _below_autograd,
     "DataDependentOutputException": _data_dependent,
@@ -1396,7 +1427,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_dtensor": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
-    "find_handle": _overloads,
+    "OPERATORS": _overloads,
     "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,

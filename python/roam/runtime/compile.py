@@ -815,4 +815,4 @@ def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
         if not isinstance(reference, ArgumentReference)
     ]
     given = step.arguments.taker.take(args, kwargs).leaves
-    return any(isinstance(local_of(value), FakeTensor) for value in (*held, *given))
+    return any(issubclass(type(local_of(value)), FakeTensor) for value in (*held, *given))

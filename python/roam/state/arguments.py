@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from roam.errors import CaptureError
+from roam.state.classes import HEAP_TYPE, dictionary_of, flags_of, mro_of
 from roam.state.containers import FrozenSpace, MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
@@ -30,7 +31,6 @@ from roam.state.user_dicts import flattened, leaves_at, opened
 from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
-_HEAP_TYPE: Final = 1 << 9
 _POINTER: Final = struct.calcsize("P")
 _DICTIONARIES: Final = (dict, OrderedDict, defaultdict)
 _MOST_VALUES: Final = 5_000
@@ -67,7 +67,7 @@ def is_object(value: Any) -> bool:
         not issubclass(kind, _NO_BATCHES)
         and not is_opaque(kind)
         and not is_plain(value)
-        and bool(kind.__flags__ & _HEAP_TYPE)
+        and bool(flags_of(kind) & HEAP_TYPE)
         and _is_all_python(kind)  # type: ignore[arg-type]
     )
 
@@ -77,8 +77,8 @@ def _is_all_python(kind: type) -> bool:
     """Whether objects of a class hold nothing beside attributes and slots."""
     fields = sum(
         type(field) is types.MemberDescriptorType or name in ("__dict__", "__weakref__")
-        for base in kind.__mro__
-        for name, field in vars(base).items()
+        for base in mro_of(kind)
+        for name, field in dictionary_of(base).items()
     )
     return kind.__basicsize__ <= object.__basicsize__ + _POINTER * fields
 
@@ -128,7 +128,7 @@ class Parts:
         is_container = (
             kind in _DICTIONARIES
             or kind is list
-            or (isinstance(value, tuple) and not is_plain(value))
+            or (issubclass(type(value), tuple) and not is_plain(value))
         )
         if not (is_container or is_object(value)):
             self.places.append(place)
@@ -152,7 +152,7 @@ class Parts:
             )
         if kind is list:
             return kind, self._of(SequenceSpace(value, path, label=_keys_of(path)))
-        if isinstance(value, tuple):
+        if issubclass(type(value), tuple):
             places = [] if place is None else [place]
             return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
         found: list[Any] = [kind]

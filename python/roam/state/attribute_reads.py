@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from roam.errors import CaptureError
+from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_of, module_of, mro_of
 from roam.state.equality import attributes_of
 from roam.state.library_code import is_library
 from roam.torch_compat.patches import methods_added, replaced
@@ -78,8 +79,6 @@ _MOST_BEGINNINGS: Final = 16
 _MOST_FUNCTIONS: Final = 100
 # How often a capture begins again because other threads change what the step looks at.
 _MOST_DISTURBANCES: Final = 8
-_HEAP_TYPE: Final = 1 << 9
-_IMMUTABLE_TYPE: Final = 1 << 8
 
 
 class ReadMore(Exception):
@@ -161,7 +160,8 @@ class Reads:
             self._keys[id(value)] = id(holder)
             self._kept += (value, holder)
             self._kinds[id(holder)].add(type(value))
-            self._classes[type(value)] = type(value).__setattr__, type(value).__delattr__
+            look: Any = functools.partial(type.__getattribute__, type(value))  # past a metaclass
+            self._classes[type(value)] = look("__setattr__"), look("__delattr__")
         self._reached.add(id(holder))
         return id(holder)
 
@@ -211,7 +211,7 @@ class Reads:
             is_new
             and (key, name) in self._noted
             and any(
-                name in _dictionary_of(base) for kind in self._kinds[key] for base in _mro(kind)
+                name in dictionary_of(base) for kind in self._kinds[key] for base in mro_of(kind)
             )
         )
 
@@ -443,13 +443,13 @@ def is_watchable(kind: type) -> bool:
     reading and setting to Python, or to `torch.nn.Module`. Modules of libraries are taken as a
     whole.
     """
-    flags = kind.__flags__
-    if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
+    flags = flags_of(kind)
+    if not flags & HEAP_TYPE or flags & IMMUTABLE_TYPE:
         return False
     if any(_definer(type(kind), name) is not type for name in ("__setattr__", "__delattr__")):
         return False  # its metaclass controls how attributes of the class are set
     is_module = issubclass(kind, torch.nn.Module)
-    if is_module and is_library(kind.__module__):
+    if is_module and is_library(module_of(kind)):
         return False
     setters = (object, torch.nn.Module) if is_module else (object,)
     return _definer(kind, "__getattribute__") is object and all(
@@ -458,13 +458,4 @@ def is_watchable(kind: type) -> bool:
 
 
 def _definer(kind: type, name: str) -> type:
-    return next(base for base in _mro(kind) if name in _dictionary_of(base))
-
-
-def _mro(kind: type) -> tuple[type, ...]:
-    found: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
-    return found
-
-
-def _dictionary_of(kind: type) -> Any:
-    return type.__dict__["__dict__"].__get__(kind)
+    return next(base for base in mro_of(kind) if name in dictionary_of(base))

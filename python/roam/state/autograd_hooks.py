@@ -113,7 +113,8 @@ def leaves_of(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
         if (
             tensor.requires_grad
             and tensor.is_leaf
-            and not isinstance(tensor, FakeTensor)
+            and tensor.layout is torch.strided  # others are refused
+            and not issubclass(type(tensor), FakeTensor)
             and id(tensor) not in seen
         ):
             seen.add(id(tensor))
@@ -125,7 +126,7 @@ def held_by_reducers(reach: Reach) -> set[int]:
     return {
         id(parameter)
         for _, module in reach.modules
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        if issubclass(type(module), torch.nn.parallel.DistributedDataParallel)
         for parameter in module.parameters()
     }
 
@@ -134,17 +135,19 @@ def _reducing(module: torch.nn.Module) -> str | None:
     """The name of the kind of a module that reduces gradients on its own; None for any other
     module.
     """
-    if isinstance(module, torch.nn.DataParallel):
+    if issubclass(type(module), torch.nn.DataParallel):
         return "DataParallel" if module.device_ids else None
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+    if issubclass(type(module), torch.nn.parallel.DistributedDataParallel):
         return None  # what it does is known, and recorded
     sharded = sys.modules.get("torch.distributed.fsdp")
     if sharded is not None:
         for name in _SHARDED:
-            if isinstance(module, getattr(sharded, name, ())):
+            if issubclass(type(module), getattr(sharded, name, ())):
                 return name
     reducer = reducer_class()
-    if reducer is not None and any(isinstance(value, reducer) for value in vars(module).values()):
+    if reducer is not None and any(
+        issubclass(type(value), reducer) for value in vars(module).values()
+    ):
         return f"{type(module).__name__} with a reducer of torch.distributed"
     return None
 

@@ -69,7 +69,7 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
         for value in held:
             if type(value) not in kinds:
                 continue
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):
                 found[id(value)] = value
             elif id(value) not in seen:
                 seen.add(id(value))
@@ -108,9 +108,9 @@ def _is_free_of_tensors(value: Any) -> bool:
     waiting = [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, torch.Tensor) or len(seen) > _MOST_PARTS:
+        if issubclass(type(part), torch.Tensor) or len(seen) > _MOST_PARTS:
             return False
-        if type(part) in _PLAIN or isinstance(part, (type, ModuleType)) or id(part) in seen:
+        if type(part) in _PLAIN or issubclass(type(part), (type, ModuleType)) or id(part) in seen:
             continue
         seen.add(id(part))
         waiting += gc.get_referents(part)
@@ -146,8 +146,8 @@ def results_of(cache: Any) -> list[tuple[Any, Any]]:
         for key, result in _entries(cache)
         if is_plain(key)
         and not is_plain(result)
-        and not isinstance(result, torch.Tensor)
-        and (not isinstance(result, _CONTAINERS) or _is_free_of_tensors(result))
+        and not issubclass(type(result), torch.Tensor)
+        and (not issubclass(type(result), _CONTAINERS) or _is_free_of_tensors(result))
     ]
 
 

@@ -267,15 +267,15 @@ def _containers(
     """
     is_opened = may_be_opened(value)
     if not is_opened and (
-        not isinstance(value, (dict, list, tuple, deque)) or pytree.tree_is_leaf(value)
+        not issubclass(type(value), (dict, list, tuple, deque)) or pytree.tree_is_leaf(value)
     ):
         return
-    if not isinstance(value, tuple):
+    if not issubclass(type(value), tuple):
         yield path, value
     if id(value) in closed:
         return
     held = _held(value)
-    for key, part in held.items() if isinstance(held, dict) else enumerate(held):
+    for key, part in held.items() if issubclass(type(held), dict) else enumerate(held):
         yield from _containers(part, closed, (*path, key))
 
 

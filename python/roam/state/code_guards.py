@@ -19,7 +19,8 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, changed, show
+from roam.state.classes import dictionary_of, module_of, qualname_of
+from roam.state.equality import MISSING, attributes_of, changed, show
 from roam.state.library_code import is_library, is_library_code, nested_code
 from roam.state.reach import Reach
 from roam.torch_compat.private import FakeTensor
@@ -65,7 +66,7 @@ class Reliance:
         read, iterate, count = kind.__getitem__, kind.__iter__, kind.__len__
 
         def reading(environment: Any, key: Any) -> Any:
-            if isinstance(key, (str, bytes)):
+            if issubclass(type(key), (str, bytes)):
                 name = environment.encodekey(key)
                 self._variables[name] = environment._data.get(name, MISSING)
             return read(environment, key)
@@ -79,7 +80,7 @@ class Reliance:
 
         def setting(environment: Any, key: Any, value: Any) -> None:
             # PyTorch itself sets one whenever a function is given to torch.compile.
-            if isinstance(key, str) and isinstance(value, str):
+            if issubclass(type(key), str) and issubclass(type(value), str):
                 name, now = environment.encodekey(key), environment.encodevalue(value)
                 if environment._data.get(name, MISSING) == now:
                     self._variables[name] = now
@@ -132,8 +133,10 @@ class Reliance:
                 if is_library(holder.get("__name__")):
                     yield path, holder, name
         for kind in (*_classes_around(self.code), torch.Tensor):
-            if is_library(kind.__module__):
-                yield from ((kind.__qualname__, vars(kind), name) for name in _function_names(kind))
+            if is_library(module_of(kind)):
+                yield from (
+                    (qualname_of(kind), dictionary_of(kind), name) for name in _function_names(kind)
+                )
 
     # -- between calls
 
@@ -152,12 +155,12 @@ class Reliance:
         )
         for kind in self._classes:
             for name in _function_names(kind):
-                note(kind.__qualname__, vars(kind), id(kind), name)
+                note(qualname_of(kind), dictionary_of(kind), id(kind), name)
         self._holders = [(path, holder, tuple(names)) for path, holder, names in holders.values()]
         self._places = [(identity, tuple(names)) for identity, (_, _, names) in holders.items()]
         self._getters = [(_getter(names), holder) for _, holder, names in self._holders]
         self._expected = [holder[name] for _, holder, names in self._holders for name in names]
-        self._tables = [vars(kind) for kind in self._classes]
+        self._tables = [dictionary_of(kind) for kind in self._classes]
         self._sizes = list(map(len, self._tables))
         self._names = list(map(_function_names, self._classes))
         self._objects = [*reach.modules, *reach.optimizers]
@@ -258,12 +261,12 @@ def _named(code: types.CodeType, names: Names) -> Iterator[tuple[str, Names, str
                 continue
             yield path, holder, name
             if (
-                isinstance(value, types.ModuleType)
+                issubclass(type(value), types.ModuleType)
                 and depth < _SEARCHED
-                and id(value.__dict__) not in seen
+                and id(held := attributes_of(value)) not in seen
             ):
-                seen.add(id(value.__dict__))
-                waiting.append((value.__name__, value.__dict__, depth + 1))
+                seen.add(id(held))
+                waiting.append((str(held.get("__name__")), held, depth + 1))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -283,11 +286,13 @@ def _classes_around(code: dict[types.CodeType, Names]) -> Iterator[type]:
     for one, names in code.items():
         value: Any = names
         for name in getattr(one, "co_qualname", "").split(".")[:-1]:
-            value = (value if isinstance(value, dict) else vars(value)).get(name)
-            if not isinstance(value, type) or issubclass(value, FakeTensor):
+            value = (value if issubclass(type(value), dict) else vars(value)).get(name)
+            if not issubclass(type(value), type) or issubclass(value, FakeTensor):
                 break  # capture itself replaces methods of fake tensors
             yield value
 
 
 def _function_names(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)]
+    return [
+        name for name, value in dictionary_of(kind).items() if issubclass(type(value), _FUNCTIONS)
+    ]

@@ -26,11 +26,11 @@ class MappingSpace(Space):
         self.holder = holder
 
     def items(self) -> Items:
-        kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+        kind = OrderedDict if issubclass(type(self.holder), OrderedDict) else dict
         return list(kind.items(self.holder))
 
     def put(self, items: Items) -> None:
-        kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+        kind = OrderedDict if issubclass(type(self.holder), OrderedDict) else dict
         kind.clear(self.holder)
         for key, value in items:
             kind.__setitem__(self.holder, key, value)
@@ -39,7 +39,7 @@ class MappingSpace(Space):
         return dict.get(self.holder, key, MISSING)
 
     def set(self, key: Any, value: Any) -> None:
-        (OrderedDict if isinstance(self.holder, OrderedDict) else dict).__setitem__(
+        (OrderedDict if issubclass(type(self.holder), OrderedDict) else dict).__setitem__(
             self.holder, key, value
         )
 
@@ -90,12 +90,12 @@ class BytesSpace(Space):
         self.holder = holder
 
     def items(self) -> Items:
-        return [("", bytes(self.holder))]
+        return [("", memoryview(self.holder).tobytes())]
 
     def put(self, items: Items) -> None:
         held: Any = items[0][1]
         self.holder[:] = (
-            held if isinstance(self.holder, bytearray) else array(self.holder.typecode, held)
+            held if issubclass(type(self.holder), bytearray) else array(self.holder.typecode, held)
         )
 
     def label(self, key: Any) -> str:
@@ -152,10 +152,10 @@ class SequenceSpace(Space):
 
     @property
     def is_immutable(self) -> bool:
-        return isinstance(self.holder, tuple)
+        return issubclass(type(self.holder), tuple)
 
     def _kind(self) -> Any:
-        return next(kind for kind in (list, deque, tuple) if isinstance(self.holder, kind))
+        return next(kind for kind in (list, deque, tuple) if issubclass(type(self.holder), kind))
 
     def items(self) -> Items:
         return list(enumerate(self._kind().__iter__(self.holder)))
@@ -207,7 +207,7 @@ class FrozenSpace(Space):
     def kind(self) -> str:
         """What to call it."""
         kinds = (tuple, frozenset, list, dict)
-        return next(kind.__name__ for kind in kinds if isinstance(self.holder, kind))
+        return next(kind.__name__ for kind in kinds if issubclass(type(self.holder), kind))
 
     def now(self) -> Any:
         """What is in its place."""
@@ -220,7 +220,7 @@ class FrozenSpace(Space):
 
     def items(self) -> Items:
         now = self.now()
-        kind = next((kind for kind in (tuple, frozenset) if isinstance(now, kind)), None)
+        kind = next((kind for kind in (tuple, frozenset) if issubclass(type(now), kind)), None)
         return [] if kind is None else list(enumerate(kind.__iter__(now)))
 
     def put(self, items: Items) -> None:
@@ -228,7 +228,7 @@ class FrozenSpace(Space):
 
     def get(self, key: Any) -> Any:
         now = self.now()
-        if isinstance(now, tuple):
+        if issubclass(type(now), tuple):
             return tuple.__getitem__(now, key) if 0 <= key < tuple.__len__(now) else MISSING
         return super().get(key)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import copyreg
+import enum
 import functools
 import inspect
 import random
@@ -33,6 +34,14 @@ from roam.own_code import is_compiled_step
 from roam.state.arguments import flatten_with_paths, parts_of
 from roam.state.attribute_reads import CONSTRUCTORS, Edge, Reads
 from roam.state.cached_results import ResultsSpace, results_of
+from roam.state.classes import (
+    dictionary_of,
+    member_of,
+    module_of,
+    mro_of,
+    qualname_of,
+    takes_attributes,
+)
 from roam.state.containers import (
     ArraySpace,
     BytesSpace,
@@ -50,18 +59,20 @@ from roam.state.containers import (
 from roam.state.equality import (
     MISSING,
     attributes_of,
-    enumerations_in,
     is_numpy_array,
     is_plain,
+    members_in,
 )
 from roam.state.global_state import surrounding_code
 from roam.state.growing_lists import KINDS, Growing
 from roam.state.library_code import (
+    asked_names,
     imports_of,
     is_added_builtin,
     is_library,
     is_library_code,
     is_opaque,
+    is_watcher,
     names_of,
     tested_names,
     texts_of,
@@ -69,6 +80,7 @@ from roam.state.library_code import (
 from roam.state.namespaces import (
     AttributesSpace,
     CellSpace,
+    ClassNamesSpace,
     ClassSpace,
     DefaultsSpace,
     FunctionSpace,
@@ -85,9 +97,8 @@ from roam.state.spaces import Space
 from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import (
     HOOKS,
+    OPERATORS,
     FakeTensor,
-    OpOverload,
-    find_handle,
     is_of_dynamo,
     pytree,
     remade_attributes,
@@ -234,6 +245,11 @@ class _Walk:
             list
         )  # methods that nothing has named so far
         self.held_modules: list[_Item] = []
+        self.by_name: dict[int, tuple[Any, str, set[str], bool]] = {}
+        """What is entered by name: the holder of attributes, its path, the names so far, and
+        whether it is a module of the user's."""
+        self.asked: set[str] = set()  # names that code sets, or of which it asks whether they are
+        self.named_then = (0, 0, 0)
         self.named: set[str] = set()  # attributes that code names
         self.is_held = True
         self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
@@ -280,7 +296,7 @@ class _Walk:
         return [
             node
             for node in self.given.values()
-            if not isinstance(node, tuple)
+            if not issubclass(type(node), tuple)
             and not held.isdisjoint(
                 {id(node), id(attributes_of(node) if is_user_dict(node) else node)}
             )
@@ -346,10 +362,10 @@ class _Walk:
                 self._place(
                     MappingSpace(attributes_of(node), name, label=_child(name)), guarded=False
                 )
-            elif isinstance(node, (dict, list, deque)):
-                space = MappingSpace if isinstance(node, dict) else SequenceSpace
+            elif issubclass(type(node), (dict, list, deque)):
+                space = MappingSpace if issubclass(type(node), dict) else SequenceSpace
                 self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
-            if isinstance(node, defaultdict) and node.default_factory is not None:
+            if issubclass(type(node), defaultdict) and node.default_factory is not None:
                 self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)
             return False
@@ -428,8 +444,9 @@ class _Walk:
     def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
         if value is MISSING:
             return
-        for kind in enumerations_in(value):
-            self._class_of_kind(kind)
+        for member in members_in(value):
+            self._class_of_kind(type(member))
+            self._dictionary(member, path)
         if not is_plain(value):
             if issubclass(type(value), type) and not self._is_tested(place):
                 self._constructors(value)
@@ -484,7 +501,7 @@ class _Walk:
         with self._in(None):
             if (
                 value.__dict__
-                and not isinstance(value, FakeTensor)
+                and not issubclass(type(value), FakeTensor)
                 and self._is_new(value.__dict__)
             ):
                 self._fill(
@@ -525,6 +542,8 @@ class _Walk:
         elif issubclass(kind, torch.amp.GradScaler):
             self._list(self.reach.scalers, value, path)
             self._place(ScalerSpace(value, path), guarded=True)
+            own = (name for name in attributes_of(value) if name.startswith("_"))
+            self._by_name(value, path).update(own)
             self._live_object(value, path)
         elif issubclass(kind, torch.Generator):
             self._list(self.reach.generators, value, path)
@@ -539,10 +558,11 @@ class _Walk:
                 value.__globals__.get("__name__", "")
             ):
                 # What it closes over is the compiler, which changes whenever it compiles.
-                self._enqueue(getattr(value, "__wrapped__", None), path)
+                self._enqueue(attributes_of(value).get("__wrapped__"), path)
+                self._by_name(value, path)
             else:  # a library's decorator, or hook, around a function of the user's
-                parts = (getattr(value, name, None) for name in ("__wrapped__", "registry"))
-                for part in (*parts, *_closed_over(value)):
+                self._dictionary(value, path)
+                for part in _closed_over(value):
                     self._enqueue(part, path)
                 self._tensors_closed_over(value)
         elif kind is types.MethodType:
@@ -607,6 +627,7 @@ class _Walk:
             pass
         elif issubclass(kind, (bytearray, array)):
             self._place(BytesSpace(value, path))
+            self._dictionary(value, path)
         elif kind is memoryview:
             with suppress(ValueError):  # one that has been released
                 self._enqueue(value.obj, f"{path}.obj")
@@ -622,8 +643,10 @@ class _Walk:
         elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._enqueue(value.__self__, f"{path}.__self__")
         elif issubclass(kind, weakref.ref):
-            if not issubclass(type(value()), torch.Tensor):
-                self._enqueue(value(), f"{path}()")
+            held = weakref.ref.__call__(value)
+            if not issubclass(type(held), torch.Tensor):
+                self._enqueue(held, f"{path}()")
+            self._dictionary(value, path)
         elif kind in weakref.ProxyTypes:
             with suppress(ReferenceError):
                 self._enqueue(value.__init__.__self__, path)
@@ -632,12 +655,13 @@ class _Walk:
         elif kind is functools._lru_cache_wrapper:
             self._list(self.reach.caches, value, path)
             self._enqueue(value.__wrapped__, path)
+            self._dictionary(value, path)
             if results_of(value):
                 self._fill(ResultsSpace(value, path))
         elif is_compiled_step(kind):
-            self._enqueue(
-                value.__wrapped__, path
-            )  # a compiled step inside of another is the user's function
+            # A compiled step inside of another is the user's function.
+            self._enqueue(value.__wrapped__, path)
+            self._by_name(value, path)
         elif kind in (types.MappingProxyType, contextvars.Context):
             self._fill(ProxySpace(value, path, label=_index(path)))
         elif _is_iterator(kind):
@@ -651,14 +675,17 @@ class _Walk:
                 code="autograd_node",
             )
         else:
-            if kind is OpOverload:
-                find_handle(value)  # now, so that the step does not change it
+            if issubclass(kind, OPERATORS):  # which look things up when these are needed
+                self._by_name(value, path).update(attributes_of(value))
+                return
             if (asking := reader_of(value)) is not None:
                 self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
                 self._place(ReadSpace(value, path, *asking))
             if not is_opaque(kind):
                 self._attributes(value, path)
                 self._class_of(value)
+            elif type(attributes_of(value)) is dict and not is_watcher(kind):
+                self._by_name(value, path)
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self._list(self.reach.modules, module, path)
@@ -668,7 +695,7 @@ class _Walk:
         names = self.reads.names_of(key)
         for name, kind in holders.items():
             holder = attributes.get(name)
-            if not isinstance(holder, dict):
+            if not issubclass(type(holder), dict):
                 continue
             self._link(holder)
             if not self._is_new(holder):
@@ -681,7 +708,7 @@ class _Walk:
                     self._children(space, key, names)
         if self.is_guarding:
             self.reach.objects.append((path, module))
-        if isinstance(module, torch.nn.RNNBase):
+        if issubclass(type(module), torch.nn.RNNBase):
             self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
         else:
             if (remade := remade_attributes(module)) and names is None:
@@ -730,11 +757,11 @@ class _Walk:
             where = f"{groups}[{number}]"
             self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
             for key, value in group.items():
-                if isinstance(value, torch.Tensor):
+                if issubclass(type(value), torch.Tensor):
                     self._tensor(value, seen, (number, key), "group")
-                elif key != "params" and isinstance(value, (tuple, list)) and _holds_tensors(value):
+                elif key != "params" and type(value) in (tuple, list) and _holds_tensors(value):
                     for index, part in enumerate(value):
-                        if isinstance(part, torch.Tensor):
+                        if issubclass(type(part), torch.Tensor):
                             self._tensor(part, seen, (number, key, index), "group")
                 else:
                     self._enqueue(value, seen.label((number, key)))
@@ -755,13 +782,13 @@ class _Walk:
 
         self._place(MappingSpace(state, path, label=label), guarded=False)
         # What belongs to no parameter may not change from step to step.
-        others = [key for key in state if not isinstance(key, torch.Tensor)]
+        others = [key for key in state if not issubclass(type(key), torch.Tensor)]
         if others:
             self._fill(NamesSpace(state, others, path, label=_index(path)))
         for key, entry in state.items():
-            if not isinstance(key, torch.Tensor):
+            if not issubclass(type(key), torch.Tensor):
                 continue
-            if isinstance(entry, dict) and self._is_new(entry):
+            if issubclass(type(entry), dict) and self._is_new(entry):
                 nested = [
                     (name, value) for name, value in entry.items() if type(value) in (list, dict)
                 ]
@@ -782,7 +809,7 @@ class _Walk:
         attributes = value.__dict__
         self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
         for name, part in attributes.items():
-            if isinstance(part, torch.optim.Optimizer):
+            if issubclass(type(part), torch.optim.Optimizer):
                 self.guarded.append((part, f"{path}.{name}", self.edge))
 
     def _scheduler(self, scheduler: Any, path: str) -> None:
@@ -794,8 +821,9 @@ class _Walk:
         names = self.reads.names_of(key)
         if names is None:
             read = attributes.keys() if key is not None and self.reads.is_narrow else ()
+            self._by_name(scheduler, path).update(attributes)
         else:
-            read = names & attributes.keys()
+            read = names
         guarded = sorted(set(read) - {*SCHEDULER_COUNTERS, "step", "optimizer"})
         self._fill(
             AttributesSpace(attributes, guarded, path, label=_child(path)), guarded=True, owner=key
@@ -808,8 +836,7 @@ class _Walk:
         self._fill(
             MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords"))
         )
-        if value.__dict__:
-            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+        self._dictionary(value, path)
         enter(value.func)
 
     def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
@@ -841,9 +868,17 @@ class _Walk:
             # The functions seen before may only have tested the class.
             if issubclass(type(held), type) and name not in self.tested:
                 self._constructors(held)
-        if function.__dict__:
-            self._fill(MappingSpace(function.__dict__, path, label=_child(path)))
+        self._dictionary(function, path)
         self._globals(function, is_root)
+
+    def _dictionary(self, value: object, path: str) -> None:
+        """Enter the attributes of an object whose reads cannot be noted, such as a function: all of
+        them, also if there are none yet.
+        """
+        attributes = attributes_of(value)
+        if type(attributes) is dict and self._is_new(attributes):
+            with self._in(None):
+                self._fill(MappingSpace(attributes, path, label=_child(path)))
 
     def _tensors_closed_over(self, function: types.FunctionType) -> None:
         """A library's hook may close over a tensor, such as a mask for a gradient."""
@@ -864,8 +899,10 @@ class _Walk:
         holder = function.__globals__
         texts = texts_of(function.__code__)
         attributes |= texts
+        self.named |= attributes
+        self.asked |= asked_names(function.__code__)
         if "globals" in names:
-            names = (*dict.fromkeys((*names, *sorted(texts & holder.keys()))),)
+            names = (*dict.fromkeys((*names, *sorted(texts))),)
         if names:
             prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
             self._fill(
@@ -888,14 +925,45 @@ class _Walk:
 
     def _enter_modules(self) -> bool:
         """Enters modules that the user wrote, and that his objects hold, by the names that his code
-        could take from them.
+        could take from them. At last also by the names that other functions' code has, since a
+        function may be given a module: if they are not there, or hold plain values.
         """
         held, self.held_modules = self.held_modules, []
         self.is_guarding = True
         self.holder = None
         for module, path, self.edge in held:
             self._user_module(module, path, frozenset(self.named))
+        if not (self.guarded or self.optimizers):
+            self._enter_by_name()
         return bool(self.guarded or self.optimizers)
+
+    def _enter_by_name(self) -> None:
+        """Enters what is not entered as a whole: libraries' modules, classes and objects by the
+        names that the user's code sets, or whose absence it is prepared for; the user's modules
+        also by other names that a function may use which is given one, if they are not there or
+        hold plain values.
+        """
+        known = len(self.named), len(self.asked), len(self.by_name)
+        if known == self.named_then:
+            return
+        self.named_then = known
+        self.edge = None
+        for holder, path, entered, is_users in list(self.by_name.values()):
+            is_class = issubclass(type(holder), type)
+            held = dictionary_of(holder) if is_class else attributes_of(holder)
+            names = sorted(self.asked - entered)
+            if is_users:
+                plain = (name for name in self.named - entered if is_plain(held.get(name)))
+                names = sorted({*names, *plain})
+            entered.update(names)
+            if names and is_class:
+                self._fill(ClassNamesSpace(holder, names, path, label=_child(path)))
+            elif names:
+                self._fill(AttributesSpace(held, names, path, label=_child(path)))
+
+    def _by_name(self, holder: Any, path: str, *, is_users: bool = False) -> set[str]:
+        """Has attributes entered by name. Returns the names by which they have been so far."""
+        return self.by_name.setdefault(id(holder), (holder, path, set(), is_users))[2]
 
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
         """Enter a module that the user wrote, and such modules in it, by the names that his code
@@ -904,29 +972,51 @@ class _Walk:
         waiting, entered = deque([(module, path)]), set[int]()
         while waiting:
             module, path = waiting.popleft()
-            is_module = issubclass(type(module), types.ModuleType)
-            if not is_module or id(module) in entered or is_library(module.__name__):
+            if not issubclass(type(module), types.ModuleType) or id(module) in entered:
                 continue
             entered.add(id(module))
             with self._in(None):
-                waiting += self._names_of_module(module, path, attributes)
+                if is_library(attributes_of(module).get("__name__")):
+                    waiting += self._names_of_library(module, path, attributes)
+                else:
+                    waiting += self._names_of_module(module, path, attributes)
+
+    def _names_of_library(
+        self, module: types.ModuleType, path: str, attributes: frozenset[str]
+    ) -> list[tuple[Any, str]]:
+        """Enter what the user's code may set of a library's module, and of functions and classes
+        that it takes from there. Returns the modules among what it takes, each with its path.
+        """
+        held = attributes_of(module)
+        self._by_name(module, path)
+        found = [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
+        for value, where in found:
+            if type(value) is types.FunctionType:
+                self._dictionary(value, where)
+            elif issubclass(type(value), type) and takes_attributes(value):
+                self._by_name(value, where)
+        return found
 
     def _names_of_module(
         self, module: types.ModuleType, path: str, attributes: frozenset[str]
     ) -> list[tuple[Any, str]]:
-        """Enter these names of a module. Returns what they hold, each with its path."""
-        names = sorted(name for name in attributes if name in module.__dict__)
-        if len(names) < len(attributes):
-            self._enqueue(module.__dict__.get("__getattr__"), f"{path}.__getattr__")
-        if names:
-            self._fill(NamesSpace(module.__dict__, names, path, label=_child(path)))
-        return [(module.__dict__[name], f"{path}.{name}") for name in names]
+        """Enter these names of a module, there or not. Returns what they hold, each with its
+        path.
+        """
+        held = attributes_of(module)
+        if not attributes <= held.keys():
+            self._enqueue(held.get("__getattr__"), f"{path}.__getattr__")
+        entered = self._by_name(module, path, is_users=True)
+        if names := sorted(attributes - entered):
+            entered.update(names)
+            self._fill(AttributesSpace(held, names, path, label=_child(path)))
+        return [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
 
     def _class_of_kind(self, kind: type) -> None:
         """Enter the class of an object, whose methods the step may call."""
-        if not is_library(kind.__module__):
+        if not is_library(module_of(kind)):
             queue = self.guarded if self.is_guarding else self.live
-            queue.append((kind, kind.__qualname__, self.edge))
+            queue.append((kind, qualname_of(kind), self.edge))
 
     def _is_tested(self, place: tuple[Space, Any] | None) -> bool:
         """Whether the function that is being entered makes no objects of the class at a place."""
@@ -938,15 +1028,15 @@ class _Walk:
 
     def _constructors(self, kind: type) -> None:
         """Enter what runs if the step makes an object of a class that it names."""
-        for base in type.__dict__["__mro__"].__get__(kind):
-            if is_library(base.__module__) or id(base) in self.made:
+        for base in mro_of(kind):
+            if is_library(module_of(base)) or id(base) in self.made:
                 continue
             self.made.add(id(base))
             for name in CONSTRUCTORS:
-                part = type.__dict__["__dict__"].__get__(base).get(name)
+                part = dictionary_of(base).get(name)
                 if part is not None:
                     with self._in(None):
-                        self._enqueue(part, f"{base.__qualname__}.{name}")
+                        self._enqueue(part, f"{qualname_of(base)}.{name}")
 
     def _class_of(self, value: Any) -> None:
         """Enter an object's class. If the reads of the object are noted, a method is entered only
@@ -956,21 +1046,23 @@ class _Walk:
         if not self.reads.is_noted(value):
             self._class_of_kind(kind)
             return
-        for base in type.__dict__["__mro__"].__get__(kind):
-            if not is_library(base.__module__) and id(base) not in self.classes:
-                self._class_space(base, base.__qualname__, is_held=True)
+        for base in mro_of(kind):
+            if not is_library(module_of(base)) and id(base) not in self.classes:
+                self._class_space(base, qualname_of(base), is_held=True)
 
     def _class(self, value: type, path: str) -> None:
         """Enter a class of the user's, and those it is derived from: its attributes, and what its
         methods name.
         """
-        if is_library(value.__module__):
+        if is_library(module_of(value)):
+            if takes_attributes(value):
+                self._by_name(value, path)
             return
         self._class_of_kind(type(value))
         self._class_space(value, path)
-        for base in type.__dict__["__mro__"].__get__(value)[1:]:
-            if not is_library(base.__module__):
-                self._enqueue(base, base.__qualname__)
+        for base in mro_of(value)[1:]:
+            if not is_library(module_of(base)):
+                self._enqueue(base, qualname_of(base))
 
     def _class_space(self, base: type, path: str, is_held: bool = False) -> None:
         with self._in(None):  # what a class holds, its objects get at in many ways
@@ -981,6 +1073,9 @@ class _Walk:
         if id(base) not in self.classes:
             self.classes.add(id(base))
             self._place(space)
+        if issubclass(base, enum.Enum):
+            for name, member in dictionary_of(base)["_member_map_"].items():
+                self._dictionary(member, space.label(name))
         outer = self.edge
         for name, item in space.items():
             if name in _NOT_IN_STEP:
@@ -1012,20 +1107,22 @@ class _Walk:
 
     def _descriptor(self, value: Any, path: str) -> None:
         """Enter the functions behind a property or a method that is not an ordinary one."""
-        for name in ("fget", "fset", "func", "__func__", "args", "keywords", "dispatcher"):
-            part = getattr(value, name, None)
-            if part is not None:
-                self._enqueue(part, path)
+        self._dictionary(value, path)  # with the `func` of those that are written in Python
+        for name in ("fget", "fset", "fdel", "__func__"):
+            self._enqueue(member_of(value, name), path)
 
     def _attributes(self, value: object, path: str) -> None:
         """Enter an object through its ``__dict__`` and ``__slots__``."""
         attributes = attributes_of(value)
         if issubclass(type(value), _ENTERED):
+            self._by_name(value, path).update(attributes, _WHILE_ENTERED)
             between = [name for name in attributes if name not in _WHILE_ENTERED]
             self._fill(NamesSpace(attributes, between, path, label=_child(path)))
             return
-        is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
-        has_dictionary = type(attributes) is dict and not is_mere_container
+        if module_of(type(value)) in ("builtins", "collections") and not attributes:
+            self._dictionary(value, path)  # whose class cannot change
+            return
+        has_dictionary = type(attributes) is dict
         slots = self.slots.get(type(value))
         if slots is None:
             slots = self.slots[type(value)] = {
@@ -1117,8 +1214,8 @@ def _slots_of_super(kind: type) -> frozenset[str]:
     """
     methods = [
         method
-        for base in kind.__mro__
-        for method in vars(base).values()
+        for base in mro_of(kind)
+        for method in dictionary_of(base).values()
         if type(method) is types.FunctionType
     ]
     named = [names_of(method.__code__) for method in methods]
@@ -1175,8 +1272,8 @@ def _is_iterator(kind: type) -> bool:
     """Whether objects of this class hand out values one by one and forget them."""
     if kind in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
         return True
-    is_builtin = kind.__module__ in ("builtins", "itertools", "_io", "collections")
-    return is_builtin and "__next__" in vars(kind) and not issubclass(kind, OrderedDict)
+    is_builtin = module_of(kind) in ("builtins", "itertools", "_io", "collections")
+    return is_builtin and "__next__" in dictionary_of(kind) and not issubclass(kind, OrderedDict)
 
 
 def _holds_tensors(values: Iterable[object]) -> bool:

@@ -79,7 +79,7 @@ def is_hashed_by_value(kind: type) -> bool:
     """Whether the values of a type are immutable, and are equal, with equal hashes, exactly if they
     are the same.
     """
-    return kind in _EXACT
+    return type(kind) is type and kind in _EXACT  # a metaclass may hash in its own way
 
 
 def is_plain(value: object) -> bool:
@@ -87,25 +87,26 @@ def is_plain(value: object) -> bool:
     tuples of them, ...
     """
     kind = type(value)
-    if kind in _EXACT or kind is float or kind is complex:
+    is_own = type(kind) is not type  # a metaclass may hash in its own way
+    if not is_own and (kind in _EXACT or kind is float or kind is complex):
         return True
-    if kind in _SEQUENCES or kind is frozenset:
+    if not is_own and (kind in _SEQUENCES or kind is frozenset):
         return all(map(is_plain, value))  # type: ignore[call-overload]
     if kind is slice:
         return is_plain((value.start, value.stop, value.step))  # type: ignore[attr-defined]
     return issubclass(kind, enum.Enum) or is_numpy_scalar(value)
 
 
-def enumerations_in(value: object) -> Iterator[type]:
-    """The classes of the enumerations' members in a plain value, whose methods a step may call."""
+def members_in(value: object) -> Iterator[enum.Enum]:
+    """The members of enumerations in a plain value, which may have attributes and methods."""
     kind = type(value)
-    if kind in _EXACT or kind is float:
+    if type(kind) is type and (kind in _EXACT or kind is float):
         return
     if issubclass(kind, enum.Enum):
-        yield kind
-    elif kind in _SEQUENCES or kind is frozenset:
+        yield value  # type: ignore[misc]
+    elif type(kind) is type and (kind in _SEQUENCES or kind is frozenset):
         for element in value:  # type: ignore[attr-defined]
-            yield from enumerations_in(element)
+            yield from members_in(element)
 
 
 def same(expected: Any, value: Any) -> bool:
@@ -118,7 +119,7 @@ def same(expected: Any, value: Any) -> bool:
     kind = type(expected)
     if kind is not type(value):
         return False
-    if kind in _EXACT:
+    if type(kind) is type and kind in _EXACT:
         return bool(expected == value)
     if kind is float:
         return struct.pack("d", expected) == struct.pack("d", value)

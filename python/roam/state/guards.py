@@ -91,8 +91,13 @@ class _Form:
     def of(cls, value: Any, expect: Callable[[Any], Any] = lambda entry: entry) -> _Form:
         """The form of a value."""
         keys = list(value) if type(value) is dict else []
-        entries = value.values() if type(value) is dict else type(value).__iter__(value)
+        entries = value.values() if type(value) is dict else _iterated(value)
         return cls(type(value), keys, list(map(expect, entries)))
+
+
+def _iterated(value: Any) -> Iterator[Any]:
+    """The entries of a tuple or list, without its own `__iter__`."""
+    return (tuple if issubclass(type(value), tuple) else list).__iter__(value)
 
 
 def _expected(value: Any, renewed: Collection[int] = ()) -> Any:

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 from roam.own_code import is_own_module
+from roam.state.classes import module_of, mro_of, qualname_of
 
 # Packages whose functions and classes are not entered, beside the standard library: they are taken
 # to stay as they are.
@@ -176,6 +177,12 @@ def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
     return is_library(module)
 
 
+def is_watcher(kind: type) -> bool:
+    """Whether objects of a class only watch a training run, and change at every step."""
+    module = _home_of(kind)
+    return type(module) is str and is_in(module, _WATCHERS)
+
+
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class hold nothing that a step's results could depend on, as far as roam
     can know: locks, loggers, progress bars. A library's other objects, such as configurations, hold
@@ -197,13 +204,13 @@ def _home_of(kind: type) -> object:
     """The module that a class is from. One that is made as the program runs has the name of the
     module that makes classes.
     """
-    for base in type.__dict__["__mro__"].__get__(kind):
-        if (
-            base.__module__ not in _MAKERS
-            or getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base
-        ):
-            return base.__module__
-    return kind.__module__
+    for base in mro_of(kind):
+        module = module_of(base)
+        if type(module) is not str or module not in _MAKERS:
+            return module
+        if vars(sys.modules[module]).get(qualname_of(base)) is base:
+            return module
+    return module_of(kind)
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -234,7 +241,12 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(names), frozenset(attributes)
 
 
-_NAMES_BY_TEXT: Final = frozenset({"getattr", "vars", "attrgetter", "__dict__", "globals"})
+_NAMES_BY_TEXT: Final = frozenset(
+    {
+        *("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"),
+        *("vars", "__dict__", "globals", "__getattribute__", "__setattr__", "__delattr__"),
+    }
+)
 """What takes attributes, or globals, by names that may stand in the code as texts."""
 
 
@@ -244,9 +256,31 @@ def texts_of(code: types.CodeType) -> frozenset[str]:
     globals.
     """
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    found = {text for text in code.co_consts if type(text) is str}
+    found = {text for text in code.co_consts if type(text) is str and text.isidentifier()}
     is_taken = not _NAMES_BY_TEXT.isdisjoint(code.co_names)
     return frozenset().union(found if is_taken else (), *map(texts_of, inner))
+
+
+_HANDLERS: Final = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
+"""What code names that goes on where there is no such attribute."""
+
+
+@functools.cache
+def asked_names(code: types.CodeType) -> frozenset[str]:
+    """The attributes that code, and the functions inside it, may set or delete, or for whose
+    absence it may be prepared. Not counted is what a method sets of its own object.
+    """
+    found = set(texts_of(code))
+    if not _HANDLERS.isdisjoint(code.co_names):
+        found |= names_of(code)[1]
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            is_own = before is not None and "LOAD_FAST" in before.opname and "self" in str(before.argval)  # fmt: skip
+            found.update(() if is_own else (instruction.argval,))
+        before = instruction
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found).union(*map(asked_names, inner))
 
 
 _MODULES_BY_NAME: Final = frozenset({"__import__", "import_module", "modules"})

@@ -200,6 +200,7 @@ for _name, _function in {
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _INTEGERS = (int, torch.SymInt)
+_SYMBOLIC = (torch.SymFloat, torch.SymInt)
 _OTHERS = (torch.Tensor, type(None), str, bytes, tuple, list, dict)
 """Python's numbers leave a comparison with these to the other side."""
 MATH: dict[str, Callable[..., float]] = {
@@ -638,7 +639,17 @@ def _kind_of(number: Any) -> Any:
 
 def is_live(value: Any) -> bool:
     """Whether a value is a live number."""
-    return isinstance(getattr(value, "node", None), LiveNode)
+    return node_of(value) is not None
+
+
+def node_of(value: object) -> LiveNode | None:
+    """The node of a number that changes from call to call; None for any other value, of which
+    nothing is asked.
+    """
+    if not issubclass(type(value), _SYMBOLIC):
+        return None
+    node: Any = getattr(value, "node", None)
+    return node if isinstance(node, LiveNode) else None
 
 
 def is_of_numpy(number: Any) -> bool:
@@ -648,7 +659,6 @@ def is_of_numpy(number: Any) -> bool:
 
 def as_live(number: Any) -> Any:
     """A live number that came back from C++ as torch's plain class gets its arithmetic back."""
-    node: Any = getattr(number, "node", None)
-    if isinstance(node, LiveNode) and isinstance(number, (torch.SymFloat, torch.SymInt)):
+    if (node := node_of(number)) is not None:
         return (LiveInt if node.is_integer_value else LiveFloat)(node)
     return number

@@ -85,7 +85,7 @@ class _Opening:
             return value
 
     def _part(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, type)) or is_plain(value) or self.is_leaf(value):
+        if issubclass(type(value), (torch.Tensor, type)) or is_plain(value) or self.is_leaf(value):
             return value
         if id(value) in self.others:
             return self.others[id(value)][1]
@@ -111,6 +111,6 @@ def is_bare(value: Any) -> bool:
     return (
         all(getattr(kind, name) == getattr(_Bare, name) for name in layout)
         and not hasattr(kind, "__del__")
-        and not isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+        and not issubclass(type(value), (torch.nn.Module, torch.optim.Optimizer))
         and not weakref.getweakrefcount(value)
     )

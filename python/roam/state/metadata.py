@@ -234,7 +234,7 @@ def _flat_attributes(tensors: list[Any]) -> tuple[list[int], list[str], list[Any
     return (
         list(map(len, found)),
         list(chain.from_iterable(found)),
-        [None if isinstance(value, torch.Tensor) else value for value in values],
+        [None if issubclass(type(value), torch.Tensor) else value for value in values],
     )
 
 

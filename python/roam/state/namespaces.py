@@ -9,6 +9,7 @@ from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any, Final
 
+from roam.state.classes import dictionary_of, mro_of
 from roam.state.equality import MISSING
 from roam.state.spaces import Items, Space
 
@@ -137,12 +138,32 @@ class AttributesSpace(NamesSpace):
     __slots__ = ()
 
 
+class ClassNamesSpace(AttributesSpace):
+    """Some attributes of a class, there or not."""
+
+    __slots__ = ()
+
+    def items(self) -> Items:
+        held = dictionary_of(self.holder)  # type: ignore[arg-type]
+        return [(name, held.get(name, MISSING)) for name in self.names]
+
+    def get(self, key: Any) -> Any:
+        return dictionary_of(self.holder).get(key, MISSING)  # type: ignore[arg-type]
+
+    def set(self, key: Any, value: Any) -> None:
+        kind: Any = self.holder
+        if value is not MISSING:
+            type.__setattr__(kind, key, value)
+        elif key in dictionary_of(kind):
+            type.__delattr__(kind, key)
+
+
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """The ``__slots__`` of a class and of those that it is derived from, by name."""
     return {
         name: slot
-        for base in reversed(kind.__mro__)
-        for name, slot in vars(base).items()
+        for base in reversed(mro_of(kind))
+        for name, slot in dictionary_of(base).items()
         if type(slot) is types.MemberDescriptorType
     }
 
@@ -250,7 +271,7 @@ class ClassSpace(Space):
         # when first asked for.
         return [
             (key, value)
-            for key, value in type.__dict__["__dict__"].__get__(self.holder).items()
+            for key, value in dictionary_of(self.holder).items()
             if not (key.startswith("__") and key.endswith("__"))
             or type(value) is types.FunctionType
         ]

@@ -99,13 +99,15 @@ def is_live_number(key: str, value: object) -> bool:
 
     Integers are counts and switches, except for a learning rate.
     """
-    return isinstance(value, float) or (type(value) is int and key in RATE_KEYS)
+    return issubclass(type(value), (float, torch.SymFloat)) or (
+        type(value) is int and key in RATE_KEYS
+    )
 
 
 def _are_live(key: str, old: object, value: object) -> bool:
     """Whether both are live numbers, or tensors, whose metadata is compared apart."""
-    if isinstance(old, torch.Tensor):
-        return isinstance(value, torch.Tensor)
+    if issubclass(type(old), torch.Tensor):
+        return issubclass(type(value), torch.Tensor)
     return is_live_number(key, old) and is_live_number(key, value)
 
 

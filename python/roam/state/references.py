@@ -90,7 +90,7 @@ def _with_entry(held: Any, keys: tuple[Any, ...], value: Any) -> Any:
     if not keys:
         return value
     key, entry = keys[0], _with_entry(held[keys[0]], keys[1:], value)
-    if isinstance(held, tuple):
+    if issubclass(type(held), tuple):
         return as_tuple(type(held), (*held[:key], entry, *held[key + 1 :]))
     held[key] = entry
     return held
@@ -117,7 +117,7 @@ class Skeleton:
 def _copied(nest: Any) -> Any:
     if type(nest) is list:
         return list(map(_copied, nest))
-    if isinstance(nest, tuple):
+    if issubclass(type(nest), tuple):
         return as_tuple(type(nest), map(_copied, nest))
     if type(nest) is dict or type(nest) is OrderedDict:
         return type(nest)((key, _copied(value)) for key, value in nest.items())
@@ -234,7 +234,7 @@ class RateReference:
             return entry
         return (
             entry[self.index]
-            if isinstance(entry, (tuple, list)) and self.index < len(entry)
+            if issubclass(type(entry), (tuple, list)) and self.index < len(entry)
             else MISSING
         )
 
@@ -306,10 +306,10 @@ def optimizer_references(
     for path, optimizer in reach.optimizers:
         for parameter, entry in optimizer.state.items():
             reference = references.get(id(parameter))
-            if reference is None or not isinstance(entry, dict):
+            if reference is None or not issubclass(type(entry), dict):
                 continue
             for key, value in entry.items():
-                if plain is None or isinstance(value, torch.Tensor) is not plain:
+                if plain is None or issubclass(type(value), torch.Tensor) is not plain:
                     yield OptimizerReference(
                         optimizer, reference, key, f"{path}.state[{reference.path}][{key!r}]"
                     )
@@ -344,7 +344,7 @@ class StateKeys:
         }
         entries = [(place, optimizer.state.get(place.get())) for place in places.values()]
         filled = [
-            (place, frozenset(entry if isinstance(entry, dict) else ()))
+            (place, frozenset(entry if issubclass(type(entry), dict) else ()))
             for place, entry in entries
             if is_filled(entry)
         ]
@@ -359,7 +359,7 @@ class StateKeys:
 
 def is_filled(entry: object) -> bool:
     """Whether an entry of an optimizer's state is there and holds something."""
-    return entry is not None and not (isinstance(entry, dict) and not entry)
+    return entry is not None and not (issubclass(type(entry), dict) and not entry)
 
 
 def filled_entries(optimizer: torch.optim.Optimizer) -> int:
@@ -382,5 +382,5 @@ def gradient_references(places: list[PlaceReference]) -> Iterator[GradientRefere
         tensor = (
             reference.get()
         )  # a step may have removed it, and asking one that is no leaf for its gradient warns
-        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
+        if issubclass(type(tensor), torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
             yield GradientReference(reference, f"{reference.path}.grad")

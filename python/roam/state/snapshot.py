@@ -32,7 +32,7 @@ from roam.state.containers import (
 from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
-from roam.state.namespaces import AttributesSpace
+from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.reach import Place, Reach
 from roam.state.spaces import Items, Space
@@ -148,7 +148,7 @@ class Snapshot:
             f"{path} keeps another result with tensors"
             for path, cache, misses, _ in self._caches
             if cache.cache_info().misses != misses
-            and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(cache))
+            and any(issubclass(type(tensor), FakeTensor) for tensor in tensors_in(cache))
         ]
         with disable_current_modes():
             for number in self._own_sources():
@@ -177,7 +177,7 @@ class Snapshot:
             if not place.guarded or not (changes := self._changes(place, items)):
                 continue
             reasons += len(changes)
-            if type(place.space) in (MappingSpace, AttributesSpace):
+            if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
                 found += [
                     setting
                     for key, value in place.space.items()
@@ -379,7 +379,7 @@ def _holds_stand_in(value: Any, seen: set[int]) -> bool:
     if issubclass(kind, _STAND_INS):
         return True
     if issubclass(kind, weakref.ref):
-        return issubclass(type(value()), _STAND_INS)
+        return issubclass(type(weakref.ref.__call__(value)), _STAND_INS)
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -410,7 +410,7 @@ def _put(space: Space, items: Items) -> None:
 def _holds_fake(value: Any, tensors: Collection[int]) -> bool:
     kind = type(value)
     if issubclass(kind, weakref.ref):
-        return id(value()) in tensors
+        return id(weakref.ref.__call__(value)) in tensors
     parts = next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
     if parts is not None:
         return any(_holds_fake(part, tensors) for part in parts.__iter__(value))
@@ -443,7 +443,7 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     if kind is not type(old):
         return False
     if issubclass(kind, weakref.ref):
-        return _stands_for(value(), old(), tensors)
+        return _stands_for(weakref.ref.__call__(value), weakref.ref.__call__(old), tensors)
     if issubclass(kind, tuple):
         parts, others = list(tuple.__iter__(value)), list(tuple.__iter__(old))
         return len(parts) == len(others) and all(
@@ -465,11 +465,11 @@ def _is_nest_of_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or is made of tensors, plain values and containers."""
     kind = type(value)
     if kind in (list, tuple, dict, OrderedDict):
-        parts = list(value.values() if isinstance(value, dict) else value)
+        parts = list(value.values() if issubclass(type(value), dict) else value)
         return any(map(_is_nest_of_tensors, parts)) and all(
             is_plain(part) or _is_nest_of_tensors(part) for part in parts
         )
-    return isinstance(value, torch.Tensor)
+    return issubclass(type(value), torch.Tensor)
 
 
 def _entry(items: Items, key: Any) -> Any:
@@ -481,7 +481,7 @@ def _setting(space: Space, key: Any, old: Any, value: Any, made: Made) -> Settin
         return None
     if is_plain(value):
         return Setting(space, key, old, value)
-    making = made(value) if isinstance(value, FakeTensor) else None
+    making = made(value) if issubclass(type(value), FakeTensor) else None
     return None if making is None else Setting(space, key, old, making[1], making[0])
 
 
@@ -498,7 +498,7 @@ class _TensorState:
         self.version = _version(tensor)
         # If the user's tensors are fakes, the step is traced on these themselves; fakes of roam's
         # take the place of real tensors only.
-        self.data = tensor.detach() if isinstance(tensor, FakeTensor) else None
+        self.data = tensor.detach() if issubclass(type(tensor), FakeTensor) else None
 
     def has_other_gradient(self) -> bool:
         return _gradient(self.tensor) is not self.grad

@@ -164,10 +164,10 @@ def joined(tree: Any, places: list[int], closed: Collection[int] = ()) -> Any:
         parts, spec = pytree.tree_flatten(held, is_leaf=lambda part: id(part) != own)
         others = list(map(walk, parts))
         if any(map(operator.is_not, parts, others)):
-            if isinstance(held, dict):
+            if issubclass(type(held), dict):
                 for key, part in zip(list(held), others, strict=True):
                     held[key] = part
-            elif isinstance(held, (list, deque)):
+            elif issubclass(type(held), (list, deque)):
                 for index, part in enumerate(others):
                     held[index] = part
             else:
@@ -181,7 +181,7 @@ def joined(tree: Any, places: list[int], closed: Collection[int] = ()) -> Any:
 
 
 def _is_container(node: Any) -> bool:
-    return isinstance(node, (list, dict, tuple, deque)) or _is_kind(type(node))
+    return issubclass(type(node), (list, dict, tuple, deque)) or _is_kind(type(node))
 
 
 def _opened(leaf: Any, closed: Collection[int]) -> Any:

@@ -40,6 +40,10 @@ _REAL = "what only real memory has is refused, at the user's line"
 _NO_REAL = "a plan freezes an address or a counter of a fake tensor"
 _APART = "a step that looks for fake tensors is refused"
 _NO_APART = "a plan is made of the way that the step goes on fake tensors alone"
+_TRACER = "a tracer of PyTorch's that a step calls is refused"
+_NO_TRACER = (
+    "its graph has what depends on arguments as constants, and a plan runs on wrong numbers"
+)
 _VALUE = "the value of a tensor reaches Python: answered by what a run has shown, or refused"
 _NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
 _MESSAGE = "what a step prints and logs is recorded, and each run gives it out"
@@ -97,6 +101,15 @@ PATCHES: Final = (
     Patch("torch.utils._python_dispatch", ("_get_current_dispatch_mode", "_get_current_dispatch_mode_stack",
                                            "is_in_torch_dispatch_mode"), _APART, _NO_APART),
     Patch("torch._C", ("_len_torch_dispatch_stack", "_dispatch_keys"), _APART, _NO_APART),
+    # Tracers of PyTorch's.
+    *(Patch(holder, names, _TRACER, _NO_TRACER) for holder, names in (
+        ("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", ("__enter__",)),
+        ("torch.fx.experimental.proxy_tensor._MakefxTracer", ("trace",)),
+        ("torch._guards.TracingContext", ("__init__",)),
+        ("torch._C", ("_create_graph_by_tracing", "_create_function_from_trace", "_create_function_from_trace_with_dict")),
+        ("torch._C.ScriptModule", ("_create_method_from_trace",)),
+        ("torch.cuda.graphs.graph", ("__enter__",)),
+    )),
     Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
     Patch("<globals of the user's functions>", ("float", "int"), _NUMBER, _NO_NUMBER),
     # Kernels that PyTorch chooses by what a fake tensor cannot tell.

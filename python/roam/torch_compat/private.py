@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
     in_kernel_invocation_manager,
 )
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, _MakefxTracer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -587,6 +588,20 @@ def exchange_shard(parameter: Any, sharded: Any, flat: Any) -> None:
     vars(parameter).pop("_unsharded_param", None)
 
 
+TRACER_ENTRIES: list[tuple[Any, str]] = [
+    (ProxyTorchDispatchMode, "__enter__"),
+    (_MakefxTracer, "trace"),
+    (torch._guards.TracingContext, "__init__"),
+    (torch._C, "_create_graph_by_tracing"),
+    (torch._C, "_create_function_from_trace"),
+    (torch._C, "_create_function_from_trace_with_dict"),
+    (torch._C.ScriptModule, "_create_method_from_trace"),
+    (torch.cuda.graphs.graph, "__enter__"),
+]
+"""What all tracers go through that make a graph of the operators they see: `make_fx` and all that
+use it, Dynamo and AOTAutograd, TorchScript, CUDA graphs."""
+
+
 def shard_memory() -> list[tuple[Any, str]]:
     """What `fully_shard` calls to take memory for gathered parameters and to give it back."""
     found = []
@@ -623,9 +638,8 @@ packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
 """All overloads of an overload's name."""
 c_function: Callable[[Any], Any] = operator.attrgetter("_op")
 """What an overload calls in C++, without the checks in Python before it."""
-find_handle: Callable[[Any], Any] = operator.attrgetter("_handle")
-"""What an overload calls with chosen dispatch keys. Before PyTorch 2.15 an overload looks it up
-when it is first needed, and keeps it."""
+OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+"""The classes of operators, of their overloads and of operators that call functions."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """The negative of a tensor in the same memory, which is computed where it is used."""
 has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
@@ -1418,7 +1432,9 @@ __all__ = [
     "HOOKS",
     "IS_COMPILING",
     "IS_NESTED",
+    "OPERATORS",
     "TENSOR_DATA",
+    "TRACER_ENTRIES",
     "VF",
     "BelowAutograd",
     "C",
@@ -1466,7 +1482,6 @@ __all__ = [
     "exchange_shard",
     "expects_backward",
     "fake_store",
-    "find_handle",
     "finished_work",
     "flat_shape",
     "flat_weights_of",

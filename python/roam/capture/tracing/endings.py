@@ -323,7 +323,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     references, histories = list[Any](), list[History]()
     for leaf in leaves:
         history: History = "none"
-        if isinstance(leaf, torch.Tensor):
+        if issubclass(type(leaf), torch.Tensor):
             references.append(Ref(recorder.leaving(leaf, "the step's result")))
             recorder.note_joined(len(references) - 1, leaf)
             if not recorder.is_original(leaf):
@@ -464,7 +464,7 @@ def _tied_endings(
     for reference, tensor in tied:
         now = reference.get()
         if now is not tensor:
-            if not isinstance(now, torch.Tensor):
+            if not issubclass(type(now), torch.Tensor):
                 raise _removed(reference)
             _check_replaceable(recorder, reference, now)
             place = AttributeReference(reference.space, reference.key, reference.path)
@@ -588,7 +588,7 @@ def check_no_leaf(tensor: Any, path: str, *, is_new: bool = True) -> None:
     """Refuses what a run by a plan would leave a plain tensor without `requires_grad`, and what is
     no tensor in a tensor's place.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not issubclass(type(tensor), torch.Tensor):
         raise CaptureError(
             f"the step puts {show(tensor)} at {path}, where a tensor was; keep the two in places of their "
             "own",
@@ -639,7 +639,7 @@ def _entry_endings(
     program = recorder.program
     for reference in [reference for reference in fake_state.entries() if reference not in before]:
         value = reference.get()
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             program.rebinds.append((reference, recorder.leaving(value, reference.path)))
             recorder.note_joined(reference.path, value)
         elif (slot := recorder.slot_of(value)) is not None:
@@ -759,9 +759,9 @@ def _containers(value: Any, *, opens: bool = False) -> Iterator[Any]:
         yield attributes
         for part in attributes.values():
             yield from _containers(part, opens=opens)
-    elif isinstance(value, (list, tuple, dict, deque)):
+    elif issubclass(type(value), (list, tuple, dict, deque)):
         yield value
-        for part in dict.values(value) if isinstance(value, dict) else value:
+        for part in dict.values(value) if issubclass(type(value), dict) else value:
             yield from _containers(part, opens=opens)
 
 
@@ -779,7 +779,7 @@ def _nest(
     """
     path = path or reference.path
     place = EntryReference(reference, keys, path) if keys else reference
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         left, is_original = recorder.leaving(value, path), recorder.is_original(value)
         recorder.note_joined(path, value)
         if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
@@ -839,7 +839,7 @@ def _is_alike(held: Any, now: Any) -> bool:
         return len(held) == len(now) and all(map(_is_alike, held, now))
     if type(held) is dict:
         return list(held) == list(now) and all(map(_is_alike, held.values(), now.values()))
-    return isinstance(held, torch.Tensor) or same(held, now)
+    return issubclass(type(held), torch.Tensor) or same(held, now)
 
 
 def _refill(held: Any, now: Any) -> None:

@@ -180,7 +180,7 @@ class FakeState:
         """References to the None and the numbers in whose place the step puts tensors, with these
         values. Calls find them there again, or another plan is for them."""
         self._check()
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in self.leaves if issubclass(type(leaf), torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]
         self._historic = {
             id(tensor): reference.path
@@ -188,7 +188,7 @@ class FakeState:
                 *zip(self.arguments, self.leaves, strict=True),
                 *_held(self.references()),
             )
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+            if issubclass(type(tensor), torch.Tensor) and tensor.grad_fn is not None
         }
         """By identity, the paths of the tensors that have a gradient history from before the step.
         """
@@ -378,14 +378,14 @@ class FakeState:
                     code="identity",
                 )
             if _refers_to_tensor(value):
-                space.set(key, weakref.ref(self._fake(value())))
+                space.set(key, weakref.ref(self._fake(weakref.ref.__call__(value))))
 
     def forget_values(self) -> None:
         """A fake made from a literal remembers its value, and `.item()` would answer with it for
         ever.
         """
         for reference in self.references():
-            if isinstance(tensor := reference.get(), torch.Tensor):  # still
+            if issubclass(type(tensor := reference.get()), torch.Tensor):  # still
                 local_of(tensor).constant = None
 
     def entries(self) -> dict[RateReference, None]:
@@ -410,10 +410,10 @@ class FakeState:
             item
             for state in states
             for item in state.items()
-            if not isinstance(item[0], torch.Tensor)
+            if not issubclass(type(item[0]), torch.Tensor)
         ]
         return tuple(
-            (key, tuple(entry.items()) if isinstance(entry, dict) else entry)
+            (key, tuple(entry.items()) if issubclass(type(entry), dict) else entry)
             for key, entry in others
         )
 
@@ -427,13 +427,15 @@ class FakeState:
 
     def _fake(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
-        if not isinstance(tensor, torch.Tensor):
+        if not issubclass(type(tensor), torch.Tensor):
             return tensor
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)][1]
         path = self._historic.get(id(tensor))
         if isinstance(local_of(tensor), FakeTensor) and path is None:
             return tensor
+        if not is_dtensor(tensor) and tensor.layout is not torch.strided:
+            _refuse_layout(tensor, self._path_of(tensor))
         gradient = _gradient_of(tensor)
         if path is not None:
             found = tensor.detach()
@@ -466,6 +468,15 @@ class FakeState:
             found.grad = self._fake(gradient)
         return found
 
+    def _path_of(self, tensor: torch.Tensor) -> str:
+        """Where the step reaches a tensor, or the tensor whose gradient it is."""
+        for slot in self.reach.slots:
+            if slot.tensor is tensor:
+                return slot.path
+            if slot.tensor.is_leaf and slot.tensor.grad is tensor:
+                return f"{slot.path}.grad"
+        return "a tensor that the step reaches"
+
     def _refuse_history(self, path: str) -> Refuse:
         """Refuses that a backward pass of the step's goes on into the history of the tensor at a
         path.
@@ -487,7 +498,7 @@ class FakeState:
         that are the same for two states that share alike.
         """
         held = [*(reference.get() for reference in self.places), *map(self._fake, self.leaves)]
-        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        tensors = [value for value in held if issubclass(type(value), torch.Tensor)]
         found = [*map(id, tensors), *map(storage_of, tensors)]
         return pattern(found)
 
@@ -510,7 +521,7 @@ class FakeState:
         for reference in self.places:
             tensor = reference.get()
             if (
-                isinstance(tensor, torch.Tensor)
+                issubclass(type(tensor), torch.Tensor)
                 and tensor.grad_fn is not None
                 and tensor is not before[id(reference)]
             ):
@@ -521,7 +532,7 @@ class FakeState:
                     ended[id(tensor)] = tensor, other
                 reference.set(ended[id(tensor)][1])
                 continue
-            gradient = _gradient_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            gradient = _gradient_of(tensor) if issubclass(type(tensor), torch.Tensor) else None
             if gradient is not None and gradient.grad_fn is not None and not is_ended(gradient):
                 # of backward(create_graph=True)
                 tensor.grad = with_history(
@@ -615,7 +626,7 @@ class FakeState:
         for reference in self.references():
             _check_tensor(reference.get(), reference.path)
         for leaf, argument in zip(self.leaves, self.arguments, strict=True):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            if issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
                 names = (
                     set() if isinstance(leaf, FakeTensor) else set(vars(leaf)) - {DYNAMIC_INDICES}
@@ -654,7 +665,7 @@ class FakeState:
             for parameter, entry in optimizer.state.items():
                 if not _is_tensor(parameter):
                     continue
-                if not isinstance(entry, dict):
+                if not issubclass(type(entry), dict):
                     refuse(
                         path,
                         "keeps something else than a dictionary as a parameter's state; keep it in "
@@ -664,7 +675,7 @@ class FakeState:
                 if not all(
                     type(value) in (list, dict) or is_plain(value)
                     for value in entry.values()
-                    if isinstance(value, (list, tuple, dict))
+                    if issubclass(type(value), (list, tuple, dict))
                 ):
                     refuse(
                         path,
@@ -674,7 +685,7 @@ class FakeState:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return issubclass(type(value), torch.Tensor)
 
 
 def _keeps_order(space: Space) -> bool:
@@ -701,7 +712,7 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _storage_of(value: Any) -> int | None:
     """The storage of a strided tensor; None for anything else."""
     tensor = local_of(value)
-    is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    is_strided = issubclass(type(tensor), torch.Tensor) and tensor.layout is torch.strided
     return storage_of(tensor) if is_strided else None
 
 
@@ -720,7 +731,9 @@ def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
 
 
 def _refers_to_tensor(value: Any) -> bool:
-    return issubclass(type(value), weakref.ref) and issubclass(type(value()), torch.Tensor)
+    return issubclass(type(value), weakref.ref) and issubclass(
+        type(weakref.ref.__call__(value)), torch.Tensor
+    )
 
 
 def _is_exchanged(space: Space, reference: Any) -> bool:
@@ -779,13 +792,9 @@ def _check_tensor(tensor: Any, path: str) -> None:
             code="subclass",
         )
     if tensor.layout is not torch.strided:
-        refuse(
-            path,
-            f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
-            code="layout",
-        )
+        _refuse_layout(tensor, path)
     if not isinstance(local_of(tensor), FakeTensor) and any(
-        isinstance(value, torch.Tensor) for value in vars(tensor).values()
+        issubclass(type(value), torch.Tensor) for value in vars(tensor).values()
     ):
         refuse(
             path,
@@ -809,6 +818,14 @@ def _check_tensor(tensor: Any, path: str) -> None:
             "detach it",
             code="outer_history",
         )
+
+
+def _refuse_layout(tensor: torch.Tensor, path: str) -> NoReturn:
+    refuse(
+        path,
+        f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
+        code="layout",
+    )
 
 
 def _check_dtensor(tensor: Any, path: str) -> None:

@@ -29,6 +29,7 @@ from roam.capture.tracing.deep_copies import CopiedGenerators
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import scaler_stand_ins
 from roam.capture.tracing.gradient_history import watched_engine
+from roam.capture.tracing.inner_tracers import tracer_stand_ins
 from roam.capture.tracing.number_conversions import conversions, only_calling
 from roam.capture.tracing.opened_files import open_stand_ins
 from roam.capture.tracing.recorder import Recorder
@@ -280,6 +281,8 @@ def stand_ins_placed(
         ):
             replace(holder, name, stand_in)
         replace(torch.utils.data.DataLoader, "__iter__", batches)
+        for holder, name, stand_in in tracer_stand_ins(recorder):
+            replace(holder, name, stand_in)
         for holder, name, stand_in in open_stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in dtensors.stand_ins(recorder, fake_state.layouts):

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from roam.state.classes import dictionary_of, member_of
 from roam.state.library_code import nested_code
 from roam.state.live_scalars import is_live
 from roam.state.trace_context import TraceContext
@@ -75,9 +76,14 @@ def _number(*args: Any) -> Any:
 def _code(table: dict[str, Any]) -> Iterator[types.CodeType]:
     """The code of the functions with these globals, and of those that their classes define."""
     for value in list(table.values()):
-        for part in vars(value).values() if isinstance(value, type) else (value,):
-            function = getattr(part, "__func__", getattr(part, "fget", part))
-            if isinstance(function, types.FunctionType) and function.__globals__ is table:
+        is_class = issubclass(type(value), type)
+        for part in dictionary_of(value).values() if is_class else (value,):
+            function: Any = part
+            if issubclass(type(part), (staticmethod, classmethod)):
+                function = member_of(part, "__func__")
+            elif issubclass(type(part), property):
+                function = member_of(part, "fget")
+            if type(function) is types.FunctionType and function.__globals__ is table:
                 yield function.__code__
 
 

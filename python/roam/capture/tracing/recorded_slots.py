@@ -25,7 +25,7 @@ from roam.program.ir import (
     ref_to,
 )
 from roam.state.equality import MISSING
-from roam.state.live_scalars import LiveNode
+from roam.state.live_scalars import node_of
 from roam.state.references import ArgumentReference
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import (
@@ -161,8 +161,8 @@ class Slots:
 
     def is_unknown(self, value: Any) -> bool:
         """Whether a number cannot be known during the step."""
-        node = getattr(value, "node", None)
-        return isinstance(node, LiveNode) and node.slot == UNKNOWN
+        node = node_of(value)
+        return node is not None and node.slot == UNKNOWN
 
     def late(self, value: Any) -> LateNumber | None:
         """Where a run finds a number that cannot be known during the step."""
@@ -172,15 +172,11 @@ class Slots:
         """The slot of a tensor or live number of this recording; None for anything else."""
         if self._results:
             value = self._stand_in(value)
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             tag = getattr(local_of(value), "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
-        node = (
-            getattr(value, "node", None)
-            if isinstance(value, (torch.SymFloat, torch.SymInt))
-            else None
-        )
-        if not isinstance(node, LiveNode) or node.trace is not cast(TraceContext, self):
+        node = node_of(value)
+        if node is None or node.trace is not cast(TraceContext, self):
             return None
         if node.slot == UNKNOWN:
             self.refuse(
@@ -225,7 +221,7 @@ class Slots:
     def _with_stand_ins(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._with_stand_ins, value))
-        if isinstance(value, dict):
+        if issubclass(type(value), dict):
             return {key: self._with_stand_ins(item) for key, item in value.items()}
         return self._stand_in(value)
 
@@ -347,7 +343,7 @@ class Slots:
         if isinstance(value, (tuple, list)):
             items = [self.references(item, user) for item in value]
             return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, dict):
+        if issubclass(type(value), dict):
             return {key: self.references(item, user) for key, item in value.items()}
         return value
 
@@ -355,7 +351,7 @@ class Slots:
         """The nest of arguments with slots for tensors and live numbers."""
         if type(value) in PLAIN:
             return value
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             return self._refs[self._slot_of_argument(value, call.target, call.source)]
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
             slot = self.slot_of(value)
@@ -371,7 +367,7 @@ class Slots:
         if isinstance(value, (tuple, list)):
             items = [self._recorded(item, call) for item in value]
             return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, dict):
+        if issubclass(type(value), dict):
             return {key: self._recorded(item, call) for key, item in value.items()}
         return value
 

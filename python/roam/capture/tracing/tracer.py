@@ -356,7 +356,7 @@ def _own_arguments(
     leaves = list(taken.leaves)
     received: Received = []
     for position, (leaf, reference) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
-        if isinstance(local_of(leaf), FakeTensor):
+        if issubclass(type(local_of(leaf)), FakeTensor):
             if recorder.slot_of(leaf) is None:
                 recorder.add_referenced(reference, leaf, reference.path)
                 if leaf.is_leaf:
@@ -374,6 +374,6 @@ def _own_arguments(
         PackedSequence,
         recorder.with_values,
         opened(taken.put(leaves), closed),
-        is_leaf=lambda value: isinstance(value, PackedSequence) or id(value) in closed,
+        is_leaf=lambda value: issubclass(type(value), PackedSequence) or id(value) in closed,
     )
     return *joined(made, fake_state.shared, closed), received
