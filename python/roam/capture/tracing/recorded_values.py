@@ -390,6 +390,13 @@ class Values(Slots):
         is_branch = answer is None
         if is_branch:
             answer = self._answers.answer(None if seen is None else bool(seen))
+            if (loop := self._answers.long_loop(len(self.program.calls))) is not None:
+                self.refuse(
+                    f"the values of tensors say how often the loop at {loop} runs, and a plan would be for one number of turns; let it run "
+                    "before the step and pass what it gives as an argument (call generate() before the step, and give the step "
+                    "its tokens), or give the loop a fixed number of turns",
+                    code="long_loop", source=source,
+                )  # fmt: skip
         if answer is not None:
             self._add_check(slot, answer, phase, source, is_branch=is_branch)
         return answer

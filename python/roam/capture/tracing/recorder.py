@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -65,6 +66,7 @@ from roam.torch_compat.private import (
     schema_of,
 )
 
+_logger = logging.getLogger("roam")
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -77,6 +79,9 @@ _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which "
     "capture cannot see; use torch.manual_seed, torch.set_rng_state or torch.random.fork_rng"
 )
+_TOLD_FIRST = 20_000
+_TOLD_ALOUD = 8 * _TOLD_FIRST
+"""From how many operators on a recording says how far it is, and says it as a warning."""
 _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on
 it."""
@@ -112,6 +117,7 @@ class Recorder(Values, TorchDispatchMode):
         self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
         self._switches = KernelSwitches()
+        self._told_next = _TOLD_FIRST
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -295,6 +301,8 @@ class Recorder(Values, TorchDispatchMode):
         arguments = set(map(_identity, tensors))
         argument_storages = set(map(self.program.storage_of, call.refs()))
         index = len(self.program.calls)
+        if index >= self._told_next:
+            self._tell(index, call.source)
         outputs: list[int | None] = []
         for position, item in enumerate(flat):
             if _identity(item) in arguments or not isinstance(item, torch.Tensor):
@@ -317,6 +325,16 @@ class Recorder(Values, TorchDispatchMode):
         call.outputs = tuple(outputs)
         call.returns_sequence = is_sequence
         self.program.calls.append(call)
+
+    def _tell(self, count: int, source: Source) -> None:
+        """Says how far the recording is, each time that it has doubled."""
+        self._told_next = 2 * count
+        level = logging.WARNING if count >= _TOLD_ALOUD else logging.INFO
+        text = "capturing the step: %d operators recorded so far, the last at %s"
+        if _logger.isEnabledFor(level):
+            # What is given to `_logger.log` meanwhile would count as a message of the step's.
+            told = count, str(source)
+            _logger.handle(_logger.makeRecord(_logger.name, level, __file__, 0, text, told, None))
 
     def _check_aliasing(
         self, call: Call, position: int, slot: int, argument_storages: set[int]

@@ -103,7 +103,7 @@ def trace(
         watch,
         fake_state.number_of,
         fake_state.results,
-        fake_state.answers.replay(),
+        fake_state.answers.replay(_run.__code__),
     )
     before = Before.of(fake_state)
     recorder.program.state_keys = [
