@@ -660,14 +660,13 @@ class Step:
         """As `measured`, but runs the user's own function, for comparison. This too is a real
         training step, with the same results.
 
-        A call of a step that branches on values is not measured, since it is not known which plan
-        it would run by.
+        A call that no plan fits is not measured.
         """
         runner = self._runner(args, kwargs)
-        if runner is None or runner.branches:
+        if runner is None:
             return self._own(args, kwargs)
         self._last = runner
-        return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
+        return runner.measured_eagerly(lambda: self._own(args, kwargs))
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation

@@ -85,6 +85,9 @@ _TOLD_ALOUD = 8 * _TOLD_FIRST
 _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on
 it."""
+_LIVE_STAND_INS = (_LIVE_STAND_IN, -3.0, 1e-4)
+"""If a kernel of others gives the same on fake tensors for each of these, its results do not depend
+on the number."""
 
 
 class Recorder(Values, TorchDispatchMode):
@@ -142,6 +145,8 @@ class Recorder(Values, TorchDispatchMode):
                 and absent.asked_by_engine(sys._getframe(1))
             )
             return absent.NOWHERE if is_hidden else device
+        if self._handed:
+            args, kwargs = self._taken(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator):
             self.refuse(
                 "it takes functions, and which operators they run cannot be recorded; use Python's own if and loops, or torch.where",
@@ -238,7 +243,8 @@ class Recorder(Values, TorchDispatchMode):
         slots = self.program.slots
         if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
-            given = _without_live_numbers(args), _without_live_numbers(kwargs)
+            seen = self._seen if is_foreign(func) else {}
+            given = _without_live_numbers(args, seen), _without_live_numbers(kwargs, seen)
         tensors = tensors_in(given)
         if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
             self.refuse(
@@ -487,7 +493,11 @@ class Recorder(Values, TorchDispatchMode):
         """
         is_deciding = (
             func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
-        ) or (is_foreign(func) and len(schema_of(func).returns) > 0)
+        ) or (
+            is_foreign(func)
+            and len(schema_of(func).returns) > 0
+            and len({_shown(func, args, kwargs, number) for number in _LIVE_STAND_INS}) > 1
+        )
         if is_deciding:
             self.refuse(
                 "a number that changes from call to call decides which kernels run; pass a "
@@ -550,6 +560,8 @@ class Recorder(Values, TorchDispatchMode):
         """
         if self._refusal is not None:
             raise self._refusal
+        if self._handed:
+            self._refuse_handed("")
         with disable_current_modes():
             if any(not value.equal(copy) for value, _, copy in self._twins.values()):
                 self._refuse_change("a change that capture cannot see", Source())
@@ -619,20 +631,39 @@ def _holds_live(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
-def _without_live_numbers(value: Any) -> Any:
-    """The nest as kernels on fake tensors take it."""
+def _without_live_numbers(value: Any, seen: Mapping[int, float]) -> Any:
+    """The nest as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
     if type(value) in _LIFELESS:
         return value
-    if isinstance(value, torch.SymInt):
-        return 1
-    if isinstance(value, torch.SymFloat):
-        return _LIVE_STAND_IN
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        stand_in = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
+        return seen.get(value.node.slot, stand_in)
     if isinstance(value, (tuple, list)):
-        items = map(_without_live_numbers, value)
-        return list(items) if isinstance(value, list) else tuple(items)
+        items = [_without_live_numbers(item, seen) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: _without_live_numbers(item) for key, item in value.items()}
+        return {key: _without_live_numbers(item, seen) for key, item in value.items()}
     return value
+
+
+def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
+    """What can be seen of the results of a kernel on fake tensors with a number in the place of
+    each live one; unlike anything else where it raises.
+    """
+
+    def plain(value: Any) -> Any:
+        return number if isinstance(value, torch.SymFloat) else value
+
+    try:
+        results = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+    except Exception:  # noqa: BLE001 - the kernel is others' code
+        return object()
+    flat = results if isinstance(results, (tuple, list)) else [results]
+    return tuple(
+        (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype, item.device)
+        for item in flat
+        if isinstance(item, torch.Tensor)
+    )
 
 
 def _with_arguments_of(func: Any, packet: Any) -> Any:
