@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -272,7 +273,10 @@ def _renumber(
     slots: dict[int, int] = {}
     storages: dict[int, int] = {}
     # What names no slots stays as it is.
-    result = Program(**{part.name: copy(getattr(program, part.name)) for part in fields(program)})
+    kept = ((part.name, getattr(program, part.name)) for part in fields(program))
+    result = Program(
+        **{name: copy(one) if isinstance(one, (list, dict, set)) else one for name, one in kept}
+    )
     result.slots, result.storages = [], []
 
     def slot_of(old: int) -> int:
