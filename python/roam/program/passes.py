@@ -273,10 +273,11 @@ def _renumber(
     slots: dict[int, int] = {}
     storages: dict[int, int] = {}
     # What names no slots stays as it is.
-    kept = ((part.name, getattr(program, part.name)) for part in fields(program))
-    result = Program(
-        **{name: copy(one) if isinstance(one, (list, dict, set)) else one for name, one in kept}
-    )
+    result = copy(program)
+    for part in fields(program):
+        value = getattr(program, part.name)
+        if isinstance(value, (list, dict, set)):
+            setattr(result, part.name, copy(value))
     result.slots, result.storages = [], []
 
     def slot_of(old: int) -> int:

@@ -637,7 +637,7 @@ def _without_live_numbers(value: Any, seen: Mapping[int, float]) -> Any:
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         stand_in = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
-        return seen.get(value.node.slot, stand_in)
+        return seen.get(value.node.slot, stand_in)  # type: ignore[attr-defined]
     if isinstance(value, (tuple, list)):
         items = [_without_live_numbers(item, seen) for item in value]
         return items if isinstance(value, list) else tuple(items)
