@@ -127,18 +127,18 @@ class Reliance:
         try:
             yield
             for name, before in self._patched.items():
-                if environment._data.get(name, MISSING) != before:  # type: ignore[attr-defined]
+                if environment._data.get(name, MISSING) != before:
                     refuse(
-                        f"the step sets the environment variable {environment.decodekey(name)}, which a captured step would not "  # type: ignore[attr-defined]
+                        f"the step sets the environment variable {environment.decodekey(name)}, which a captured step would not "
                         "do again; set it outside of the step, or put back what was there before the step ends"
                     )
         finally:
             for name, before in [*self._patched.items()]:
-                key = environment.decodekey(name)  # type: ignore[attr-defined]
+                key = environment.decodekey(name)
                 if before is MISSING:
                     environment.pop(key, None)
                 else:
-                    environment[key] = environment.decodevalue(before)  # type: ignore[attr-defined]
+                    environment[key] = environment.decodevalue(before)
             self._patched.clear()
 
     def unreached(self, reach: Reach) -> list[tuple[str, types.FunctionType]]:
@@ -269,7 +269,7 @@ class Reliance:
         return "functions of a library were replaced while they were compared"
 
     def _environment_failure(self) -> str | None:
-        data = os.environ._data  # type: ignore[attr-defined]
+        data = os.environ._data
         if self._environment is not None and data != self._environment:
             return "the environment variables changed, and the step reads all of them"
         for name, expected in self._variables.items():
