@@ -127,7 +127,7 @@ class Reliance:
         try:
             yield
             for name, before in self._patched.items():
-                if environment._data.get(name, MISSING) != before:
+                if environment._data.get(name, MISSING) != before:  # type: ignore[attr-defined]
                     refuse(
                         f"the step sets the environment variable {environment.decodekey(name)}, which a captured step would not "
                         "do again; set it outside of the step, or put back what was there before the step ends"
@@ -269,7 +269,7 @@ class Reliance:
         return "functions of a library were replaced while they were compared"
 
     def _environment_failure(self) -> str | None:
-        data = os.environ._data
+        data = os.environ._data  # type: ignore[attr-defined]
         if self._environment is not None and data != self._environment:
             return "the environment variables changed, and the step reads all of them"
         for name, expected in self._variables.items():
