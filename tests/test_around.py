@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import roam
+from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.state.global_flags import KernelSwitches, Switches
 from roam.torch_compat.private import float32_precisions, set_float32_precisions
 from training import assert_same_bits
@@ -762,6 +765,62 @@ def test_setting_an_environment_variable_in_the_step_is_refused(monkeypatch: Any
 
     check_refused(lambda my: None, False, "moved", step)
     assert os.environ[SCALE] == "1"
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_an_environment_variable_that_the_step_puts_back_is_no_change(
+    before: str | None, monkeypatch: Any
+) -> None:
+    if before is None:
+        monkeypatch.delenv(SCALE, raising=False)
+    else:
+        monkeypatch.setenv(SCALE, before)
+
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        old = os.environ.get(SCALE)
+        os.environ[SCALE] = "2"
+        try:
+            return train(net, optimizer, x * float(os.environ[SCALE]))
+        finally:
+            if old is None:
+                del os.environ[SCALE]
+            else:
+                os.environ[SCALE] = old
+
+    def trained(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run = wrap(step)
+        return [run(net, optimizer, torch.ones(4, 3) * n) for n in range(3)]
+
+    assert all(map(torch.equal, trained(lambda step: step), trained(roam.compile)))
+    assert os.environ.get(SCALE) == before
+
+
+def test_a_variable_by_which_libraries_choose_kernels_is_not_set_in_a_step() -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        os.environ["OMP_TEST"] = "2"
+        loss = train(net, optimizer, x)
+        del os.environ["OMP_TEST"]
+        return loss
+
+    check_refused(lambda my: None, False, "moved", step)
+    assert "OMP_TEST" not in os.environ
+
+
+@pytest.mark.parametrize("seed", [random.seed, numpy.random.seed])
+def test_a_step_that_seeds_a_generator_of_pythons_is_refused_at_the_first_call(seed: Any) -> None:
+    net = torch.nn.Linear(3, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        assert is_tracing(), "the plain function does not run"
+        seed(0)
+        return net(x).sum()
+
+    with pytest.raises(roam.CaptureError, match="seed the generator outside") as caught:
+        roam.compile(step)(torch.ones(2, 3))
+    assert caught.value.code == "moved"
 
 
 # -- code that no name leads to

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import roam
-from roam.capture.tracing import branch_answers
+from roam.capture.tracing import branch_answers, recorder
 from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.runtime.compile import Step
 from training import assert_same_bits, tensors_and_numbers
@@ -506,7 +506,172 @@ def test_a_loop_that_no_guess_ends_is_refused_where_nothing_runs(
 
     with pytest.raises(roam.CaptureError) as caught:
         roam.capture(step, torch.ones(()), step="first")
-    assert caught.value.code == "value_reached_python"
+    assert caught.value.code == "long_loop"
+
+
+def halved_while(y):
+    while y > 0.1:
+        y = y * 0.5
+    return y
+
+
+def halved_until(y):
+    while True:
+        y = y * 0.5
+        if not bool(y > 0.1):
+            break
+    return y
+
+
+def halved_by_flag(y):
+    is_done = False
+    while not is_done:
+        y = y * 0.5
+        is_done = bool(y <= 0.1)
+    return y
+
+
+def halved_at_most(y):
+    for _ in range(100):
+        y = y * 0.5
+        if y <= 0.1:
+            return y
+    return y
+
+
+def halved_by_generator(y):
+    def halves(y):
+        while y > 0.1:
+            y = y * 0.5
+            yield y
+
+    *_, y = halves(y)
+    return y
+
+
+LOOPS = [halved_while, halved_until, halved_by_flag, halved_at_most, halved_by_generator]
+
+
+def of_loop(halved: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], int]]:
+    """A step with a loop that values end, and how many turns of it fakes have made."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    turns = 0
+
+    def half(y):
+        nonlocal turns
+        turns += is_tracing()
+        return y
+
+    class Counted(torch.nn.Module):
+        def forward(self, y):
+            return halved(half(y))
+
+    counted = Counted()
+
+    def step(x, scale):
+        optimizer.zero_grad()
+        y = counted(model(x).square().mean().detach() * 0 + scale)
+        loss = model(x).square().mean() * y
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), y
+
+    return step, lambda: turns
+
+
+@pytest.mark.parametrize("halved", LOOPS)
+def test_short_loops_that_values_end_run_by_plan(halved: Callable[..., Any]) -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        step, _ = of_loop(halved)
+        run_step = wrap(step)
+        return [run_step(torch.ones(2, 3) * n, torch.tensor(1.0)) for n in range(1, 5)]
+
+    planned: list[Step] = []
+
+    def compiled(step: Any) -> Step:
+        planned.append(roam.compile(step))
+        return planned[0]
+
+    assert_same_bits(run(lambda step: step), run(compiled))
+    assert len(planned[0].plans) >= 1
+
+
+@pytest.mark.parametrize("halved", LOOPS)
+def test_long_loops_that_values_end_are_refused_by_name(
+    halved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branch_answers, "_MANY_OPERATORS", 40)
+    step, _ = of_loop(halved)
+    planned = roam.compile(step)
+    x, scale = torch.ones(2, 3), torch.tensor(1e20)
+    planned(x, scale)
+    with pytest.raises(roam.CaptureError, match="how often the loop") as caught:
+        planned(x, scale)
+    assert caught.value.code == "long_loop"
+    line = halved.__code__.co_firstlineno
+    assert any(
+        f"test_branches.py:{place}" in str(caught.value) for place in range(line + 1, line + 5)
+    )
+
+
+def test_a_loop_over_parameters_may_ask_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branch_answers, "_MANY_OPERATORS", 40)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(20)])
+    optimizer = Own(model.parameters(), of_gradient)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    planned = roam.compile(step)
+    for _ in range(2):
+        planned(torch.ones(2, 2))
+    assert len(planned.plans) >= 1
+
+
+def test_a_first_call_traces_no_further_than_the_first_outcome_that_nobody_knows() -> None:
+    turns = 0
+
+    def step(x):
+        nonlocal turns
+        is_done = False
+        while not is_done:
+            turns += is_tracing()
+            x = x * 0.5
+            is_done = bool(x <= 0.1)
+        return x
+
+    def counted(x):
+        return step(x)
+
+    roam.compile(counted)(torch.ones(()))
+    assert turns <= 8  # one in each trace
+
+
+def test_long_recordings_say_how_far_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorder, "_TOLD_FIRST", 8)
+    monkeypatch.setattr(recorder, "_TOLD_ALOUD", 16)
+
+    def step(x):
+        for _ in range(40):
+            x = x * 2
+        return x
+
+    with caplog.at_level(logging.INFO, logger="roam"):
+        roam.capture(step, torch.ones(2))
+    told = [record for record in caplog.records if "recorded so far" in record.getMessage()]
+    assert {(record.levelname, record.args[0]) for record in told} == {  # type: ignore[index]
+        ("INFO", 8),
+        ("WARNING", 16),
+        ("WARNING", 32),
+    }
+    assert "test_branches.py" in told[0].getMessage()
 
 
 @pytest.mark.parametrize("steps", [1, 3])

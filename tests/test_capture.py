@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import random
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import roam
 from newer import needs_2_15
 from roam.capture.tracing.kernel_facts import HIDDEN_MUTATION, facts_of
+from roam.program import passes
+from roam.program.ir import Program
 from training import TRAININGS, assert_same_bits, plain_step, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -463,3 +466,39 @@ class TestRefuses:
 
         with pytest.raises(roam.CaptureError, match="not known until the step has run"):
             roam.capture(step, model, optimizer, x, y)
+
+
+def test_a_pass_keeps_every_field_of_a_program() -> None:
+    """Those that name slots have their own tests; each of the others is what it was."""
+    program = Program()
+    renamed = {
+        *("calls", "slots", "storages", "referenced", "constants", "entering", "result", "rebinds"),
+        *("flags", "detached", "skippable", "after"),
+    }
+    kinds = {"list": list, "dict": dict, "set": set}
+    kept = {}
+    for part in dataclasses.fields(Program):
+        if part.name in renamed:
+            continue
+        kind = kinds.get(str(part.type).partition("[")[0])
+        mark = {"kept": part.name}
+        value = mark if kind in (dict, None) else kind([part.name])
+        setattr(program, part.name, value)
+        kept[part.name] = value
+    program.result = ([], None)
+    assert len(kept) > 20
+    after = passes.renumbered(program)
+    assert {name: getattr(after, name) for name in kept} == kept
+
+
+def test_a_tensor_may_be_set_to_itself() -> None:
+    net, delta = torch.nn.Linear(3, 3), torch.nn.Parameter(torch.ones(3, 3))
+    weight = torch.ones(3, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.set_(weight)
+        return (net(x) @ (weight * delta)).sum()
+
+    for x in (torch.ones(2, 3), torch.zeros(2, 3)):
+        assert torch.equal(roam.compile(step)(x), step(x))

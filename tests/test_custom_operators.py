@@ -10,6 +10,7 @@ import torchvision
 
 import roam
 from steps import Block, images, refused, same_by_plan, train
+from training import assert_same_bits
 
 functional = torch.nn.functional
 
@@ -111,6 +112,158 @@ class _Doubled(torch.autograd.Function):
 
 
 _library.impl("doubled", _Doubled.apply, "Autograd")
+
+
+@torch.library.custom_op("roam_layers::update_", mutates_args={"p", "average"})
+def update_(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    average: torch.Tensor,
+    lr: float,
+    betas: list[float],
+    step: int,
+) -> None:
+    average.lerp_(grad, 1 - betas[0])
+    p.sub_(average * (lr / (1 - betas[0] ** step)))
+
+
+@torch.library.custom_op("roam_layers::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@torch.library.custom_op("roam_layers::cut", mutates_args=())
+def cut(x: torch.Tensor, share: float) -> torch.Tensor:
+    return x.flatten()[: max(1, int(share * 4))].clone()
+
+
+@torch.library.custom_op("roam_layers::first", mutates_args=())
+def first(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.flatten()[:count].clone()
+
+
+update_.register_fake(lambda *_: None)
+scaled.register_fake(lambda x, factor: torch.empty_like(x))
+cut.register_fake(lambda x, share: x.new_empty(max(1, int(share * 4))))
+first.register_fake(lambda x, count: x.new_empty(count))
+
+
+def _update_defined(p, grad, average, lr, step, *, beta):
+    average.lerp_(grad, 1 - beta)
+    p.sub_(average * (lr / (1 - beta**step)))
+
+
+_ARGUMENTS = (
+    "(Tensor(a!) p, Tensor g, Tensor(b!) average, float lr, int step, *, float? beta) -> ()"
+)
+for _name, _keys in (
+    ("defined_", ("CPU",)),
+    ("explicit_", ("CompositeExplicitAutograd",)),
+    ("composite_", ("CompositeImplicitAutograd",)),
+    ("wrapped_", ("CPU", "Autograd")),
+):
+    _library.define(f"{_name}{_ARGUMENTS}")
+    for _key in _keys:
+        _library.impl(_name, _update_defined, _key)
+    if _keys[0] != "CompositeImplicitAutograd":
+        torch.library.register_fake(f"roam_layers::{_name}", lambda *_, **__: None, lib=_library)
+
+
+class OfOperator(torch.optim.Optimizer):
+    """An optimizer whose update is one operator of its library."""
+
+    def __init__(self, parameters: Any, update: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.99)})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, average=torch.zeros_like(p))
+                state["step"] += 1
+                self.update(p, p.grad, state["average"], group, state["step"])
+
+
+def by_custom_op(p, grad, average, group, step):
+    update_(p, grad, average, group["lr"], [*group["betas"]], step)
+
+
+def by_packet(p, grad, average, group, step):
+    torch.ops.roam_layers.defined_(p, grad, average, group["lr"], step, beta=group["betas"][0])
+
+
+def by_overload(p, grad, average, group, step):
+    torch.ops.roam_layers.explicit_.default(
+        p, grad, average, group["lr"] * 2, step + 1, beta=group["betas"][0]
+    )
+
+
+def with_result(p, grad, average, group, step):
+    average.copy_(scaled(grad, group["lr"] / step))
+    p.sub_(average)
+
+
+def by_composite(p, grad, average, group, step):
+    torch.ops.roam_layers.composite_(p, grad, average, group["lr"], step, beta=0.9)
+
+
+def by_wrapped(p, grad, average, group, step):
+    torch.ops.roam_layers.wrapped_(p, grad, average, group["lr"], step, beta=0.9)
+
+
+def whose_number_decides(p, grad, average, group, step):
+    p.sub_(cut(grad, group["lr"]).sum())
+
+
+def whose_integer_decides(p, grad, average, group, step):
+    p.sub_(first(grad, step).sum())
+
+
+def in_vmap(p, grad, average, group, step):
+    p.sub_(torch.vmap(lambda g: scaled(g, group["lr"]))(grad))
+
+
+class TestOptimizersOfOperators:
+    """Rates and counters are given to operators of others, and change at every call."""
+
+    def trained(self, update: Any, wrap: Any, calls: int = 6) -> Any:
+        torch.manual_seed(0)
+        model = Block()
+        optimizer = OfOperator(model.parameters(), update)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        planned, losses = wrap(step), []
+        for x in images(calls):
+            optimizer.param_groups[0]["lr"] *= 0.8
+            losses.append(planned(x))
+        self.planned = planned
+        return losses, list(model.parameters()), [*optimizer.state.values()]
+
+    @pytest.mark.parametrize("update", [by_custom_op, by_packet, by_overload, with_result])
+    def test_one_plan_has_eagers_bits(self, update: Any) -> None:
+        expected = self.trained(update, lambda step: step)
+        assert_same_bits(expected, self.trained(update, roam.compile))
+        assert len(self.planned.plans) <= 2
+
+    @pytest.mark.parametrize(
+        "update",
+        [by_composite, by_wrapped, whose_number_decides, whose_integer_decides, in_vmap],
+    )
+    def test_where_the_number_would_not_arrive_as_it_is_the_step_is_refused(
+        self, update: Any
+    ) -> None:
+        with pytest.raises(roam.CaptureError) as caught:
+            self.trained(update, roam.compile)
+        assert caught.value.code == "value_reached_python"
 
 
 class TestOperatorsOfOthers:

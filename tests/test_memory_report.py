@@ -248,3 +248,21 @@ def test_a_run_needs_the_larger_of_its_first_and_its_later_steps() -> None:
     assert len(set(totals)) == 2
     assert [memory.total_bytes for memory in told] == totals
     assert [memory.run_bytes for memory in told] == [max(totals)] * 2
+
+
+def test_a_step_that_branches_is_measured_eagerly_too() -> None:
+    net = torch.nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        if loss > 1e9:
+            loss = loss * 2
+        return loss
+
+    planned = roam.compile(step)
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        planned(x)
+    planned.measured_eagerly(x)
+    assert planned.memory().eager_measured_bytes

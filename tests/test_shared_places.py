@@ -124,3 +124,16 @@ def test_capture_says_that_the_step_has_to_run_first() -> None:
         roam.capture(agent.step, agent.last)
     assert caught.value.code == "unsettled"
     roam.capture(agent.step, agent.last, step="first")
+
+
+def test_a_bank_that_grows_is_refused_by_name() -> None:
+    net, state = torch.nn.Linear(8, 8), {"bank": torch.zeros(1, 8)}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        rows = net(x)
+        state["bank"] = torch.cat([state["bank"], rows.detach()])[-6:]
+        return (rows @ state["bank"].t()).square().mean()
+
+    with pytest.raises(roam.CaptureError, match=r"state\['bank'\].*full size") as caught:
+        roam.compile(step)(torch.ones(2, 8))
+    assert caught.value.code == "unstable"

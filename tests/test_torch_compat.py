@@ -340,6 +340,45 @@ def _kernels() -> bool:
     )
 
 
+def _by_custom_op() -> bool:
+    library = torch.library.Library("roam_canaries", "FRAGMENT")
+    library.define("defined(Tensor x) -> ()")
+
+    @torch.library.custom_op("roam_canaries::made", mutates_args=())
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    ops = torch.ops.roam_canaries
+    return private.is_by_custom_op(ops.made.default) and not private.is_by_custom_op(
+        ops.defined.default
+    )
+
+
+def _called_overloads() -> bool:
+    """A number of another class is asked for its value in the frame of the call."""
+    found = []
+
+    class Node:
+        def guard_float(self, *_: object) -> float:
+            frame = sys._getframe(1)
+            found.append(private.called_overloads(frame.f_code, frame.f_locals.__getitem__))
+            return 2.0
+
+        def is_float(self) -> bool:
+            return True
+
+        def is_int(self) -> bool:
+            return False
+
+    library = torch.library.Library("roam_canaries", "FRAGMENT")
+    library.define("scaled(Tensor x, float y) -> Tensor")
+    library.impl("scaled", lambda x, y: x * y, "CPU")
+    packet = torch.ops.roam_canaries.scaled
+    for function in (packet, packet.default):
+        function(torch.ones(2), torch.SymFloat(Node()))
+    return len(found) >= 2 and all(one == [packet.default] for one in found)
+
+
 def _composite() -> bool:
     matmul = private.run_composite(
         aten.matmul.default, torch.ones(2, 2), torch.ones(2, 2), is_implicit=True
@@ -1440,7 +1479,9 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,
     "guarded_places": _tells_what_is_guarded,
+    "called_overloads": _called_overloads,
     "has_kernel": _kernels,
+    "is_by_custom_op": _by_custom_op,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,
     "has_variable_sizes": _has_sizes,

@@ -718,7 +718,7 @@ def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
     remedy = (
-        CHANCE
+        f"{CHANCE}; seed the generator outside of the step"
         if reason.endswith(DRAWN)
         else "return the value, and change the state outside of the step"
     )
@@ -726,6 +726,22 @@ def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
+
+
+def _resized(program: Program) -> str | None:
+    """Which tensor of the step's state has another shape each time, and what to do; None if none
+    has.
+    """
+    found = {reference.path: program.slots[slot] for reference, slot in program.referenced}
+    for reference, slot in program.rebinds:
+        before, after = found.get(reference.path), program.slots[slot]
+        if before is not None and after is not None and before.shape != after.shape:
+            return (
+                f"the step finds a tensor of shape {before.shape} at {reference.path} and leaves one of shape {after.shape}, so each "
+                "call would need another plan; make a tensor of full size there before the first call, and write the rows into "
+                "it in place (bank.copy_(torch.cat([bank, rows])[-n:])), with a mask or a count where it is not full yet"
+            )
+    return None
 
 
 def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
@@ -965,7 +981,8 @@ class _Tracer:
             snapshot.restore(fake_state.fakes())
             fake_state.leave()
         refusal = CaptureError(
-            f"the step did different things in two traces from the same state: {change}; let the "
+            _resized(programs[0])
+            or f"the step did different things in two traces from the same state: {change}; let the "
             "step depend on its arguments and state alone",
             code="unstable",
         )
@@ -1017,6 +1034,7 @@ class _Tracer:
         unless the error is about such a change itself.
         """
         inside = Snapshot(self.reach, leaves_others=True)
+        inside.stir()  # so that a generator that the step seeds each time is seen to move
         try:
             trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
         except (ArgumentsChange, NumbersChange):

@@ -19,17 +19,13 @@ from pathlib import Path
 import torch
 
 from roam.disk_cache import build, disk_cache
+from roam.state.code_guards import TOLD_BY
 
 _FORM = 2
 """To be raised whenever signatures, or how findings come about, change their meaning."""
 _MOST = 20_000
 """The most findings of an entry. If there are more, the oldest are dropped."""
 _MOST_VALUE = 2**62
-_TOLD_BY = (
-    "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "LD_PRELOAD", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
-    "OPENBLAS_", "PYTORCH_", "TORCH_",
-)  # fmt: skip
-"""How environment variables begin by which libraries choose kernels."""
 
 _recalled: Counter[str] = Counter()
 
@@ -79,7 +75,7 @@ def _name(signature: object) -> str:
 
 
 def _key(kind: str, device: torch.device) -> str:
-    told = sorted((name, value) for name, value in os.environ.items() if name.startswith(_TOLD_BY))
+    told = sorted((name, value) for name, value in os.environ.items() if name.startswith(TOLD_BY))
     return json.dumps([_FORM, kind, build(), *_software(), *_hardware(device), told])
 
 

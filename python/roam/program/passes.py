@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -271,7 +272,13 @@ def _renumber(
 ) -> Program:
     slots: dict[int, int] = {}
     storages: dict[int, int] = {}
-    result = Program()
+    # What names no slots stays as it is.
+    result = copy(program)
+    for part in fields(program):
+        value = getattr(program, part.name)
+        if isinstance(value, (list, dict, set)):
+            setattr(result, part.name, copy(value))
+    result.slots, result.storages = [], []
 
     def slot_of(old: int) -> int:
         new = slots.get(old)
@@ -307,30 +314,9 @@ def _renumber(
     result.calls = [call.renamed(slot_of) for call in calls]
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
-    result.histories, result.historic = program.histories, program.historic
-    result.late = program.late
-    result.given_layouts, result.left_layouts = program.given_layouts, program.left_layouts
     result.rebinds = [(reference, slot_of(slot)) for reference, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
     result.detached = [slot_of(slot) for slot in program.detached]
-    result.dropped = list(program.dropped)
-    result.absent = list(program.absent)
-    result.plain_state = list(program.plain_state)
-    result.state_order = list(program.state_order)
-    result.reshaped = list(program.reshaped)
-    result.growing = list(program.growing)
-    result.messages = list(program.messages)
-    result.overwritten = list(program.overwritten)
-    result.decisions = list(program.decisions)
-    result.plain_before = list(program.plain_before)
-    result.empty_state = list(program.empty_state)
-    result.state_keys = list(program.state_keys)
-    result.computed_guards = list(program.computed_guards)
-    result.split = program.split
-    result.unsettled = program.unsettled
-    result.stepped = list(program.stepped)
-    result.reduced = list(program.reduced)
-    result.synced = list(program.synced)
     result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
     result.after = [
         HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
+import torch
+
 from roam._core import Plan
 from roam.capture.step import CapturedStep, Known, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
@@ -49,6 +51,11 @@ from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, vers
 _MOST_SEEN = 256
 """How many runs of the user's function are remembered, each with what it saw."""
 _MANY_IN_VAIN = 8
+
+_WATCHED = (
+    "the step branches on values, so your own function runs once, to learn their outcomes; the next "
+    "call is captured"
+)
 
 OnChange = Literal["replan", "raise", "eager"]
 _MOST_SETTLING = 8
@@ -290,19 +297,19 @@ class Step:
         may_guess = seen is not None or self._options.memory is not None
         if known and (not may_guess or len(self._captures) >= self._captures.most):
             return None
-        answers = Answers(known, seen, likely)
+        # One of several ranks goes on, to see whether collectives follow: its own function might
+        # leave the others waiting.
+        stops = not may_guess and not _has_ranks()
+        answers = Answers(known, seen, likely, may_guess=not stops)
         try:
             captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
-            logger.info(
-                "the step branches on values, so your own function runs once, to learn their "
-                "outcomes; the next call is captured"
-            )
+            logger.info(_WATCHED)
             return None
         except CaptureError as refusal:
-            # A guess may lead where the step never goes. But a rank that runs its own function to
-            # find out would leave the others waiting.
+            # A guess may lead where the step never goes.
             if answers.guessed and seen is None and refusal.code != "collective_branch":
+                logger.info(_WATCHED)
                 return None
             if refusal.is_unusual:
                 return None
@@ -660,14 +667,13 @@ class Step:
         """As `measured`, but runs the user's own function, for comparison. This too is a real
         training step, with the same results.
 
-        A call of a step that branches on values is not measured, since it is not known which plan
-        it would run by.
+        A call that no plan fits is not measured.
         """
         runner = self._runner(args, kwargs)
-        if runner is None or runner.branches:
+        if runner is None:
             return self._own(args, kwargs)
         self._last = runner
-        return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
+        return runner.measured_eagerly(lambda: self._own(args, kwargs))
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
@@ -803,6 +809,10 @@ class Step:
 
 class Unseen(Exception):
     """A step branches on values that no run has shown yet."""
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import operator
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
 
@@ -35,6 +36,13 @@ _SEARCHED: Final = 4
 Names = dict[str, Any]
 
 
+TOLD_BY: Final = (
+    "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "LD_PRELOAD", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
+    "OPENBLAS_", "PYTORCH_", "TORCH_",
+)  # fmt: skip
+"""How environment variables begin by which libraries choose kernels."""
+
+
 class Reliance:
     """The libraries' code, the environment variables, and the levels of loggers that traces used.
     When the traces are over and everything is in place again, `settled` notes what these are; from
@@ -50,6 +58,8 @@ class Reliance:
         self._looked_at = 0
         self._variables: dict[Any, Any] = {}
         self._environment: dict[Any, Any] | None = None
+        self._patched: dict[Any, Any] = {}
+        """Environment variables that the step has set, with what was there before it."""
         self._holders: list[tuple[str, Mapping[str, Any], tuple[str, ...]]] = []
         self._classes: list[type] = []
         self._objects: list[tuple[str, Any]] = []
@@ -60,44 +70,77 @@ class Reliance:
         self, refuse: Callable[[str], Any]
     ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, function) for each function that reads or changes the environment;
-        `refuse` is for changes.
+        `refuse` is for changes that a plan would have to make.
         """
         kind = type(os.environ)
         read, iterate, count = kind.__getitem__, kind.__iter__, kind.__len__
+        write, delete = kind.__setitem__, kind.__delitem__
 
         def reading(environment: Any, key: Any) -> Any:
             if issubclass(type(key), (str, bytes)):
                 name = environment.encodekey(key)
-                self._variables[name] = environment._data.get(name, MISSING)
+                if name not in self._patched:  # what the step has set itself is the same again
+                    self._variables[name] = environment._data.get(name, MISSING)
             return read(environment, key)
 
         def all_of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def reading_all(environment: Any) -> Any:
-                self._environment = dict(environment._data)
+                before = {**environment._data, **self._patched}
+                self._environment = {
+                    name: value for name, value in before.items() if value is not MISSING
+                }
                 return function(environment)
 
             return reading_all
 
-        def setting(environment: Any, key: Any, value: Any) -> None:
-            # PyTorch itself sets one whenever a function is given to torch.compile.
-            if issubclass(type(key), str) and issubclass(type(value), str):
-                name, now = environment.encodekey(key), environment.encodevalue(value)
-                if environment._data.get(name, MISSING) == now:
-                    self._variables[name] = now
-                    return
-            changing()
+        def changing(change: Callable[..., None]) -> Callable[..., None]:
+            def changed(environment: Any, key: Any, *value: Any) -> None:
+                if issubclass(type(key), str) and all(issubclass(type(one), str) for one in value):
+                    name = environment.encodekey(key)
+                    now = environment._data.get(name, MISSING)
+                    # PyTorch itself sets one whenever a function is given to torch.compile.
+                    if value and now == environment.encodevalue(value[0]):
+                        if name not in self._patched:
+                            self._variables[name] = now
+                        return
+                    if key.startswith(TOLD_BY):
+                        refuse(
+                            f"the step sets the environment variable {key}, by which libraries choose kernels, "
+                            "and a plan runs all kernels with what is set around the call; set it outside of the step"
+                        )
+                    self._patched.setdefault(name, now)
+                change(environment, key, *value)
 
-        def changing(*_: object) -> None:
-            refuse(
-                "the step sets an environment variable, which a captured step would not do again; "
-                "set it outside of the step"
-            )
+            return changed
 
         yield kind, "__getitem__", reading
         yield kind, "__iter__", all_of(iterate)
         yield kind, "__len__", all_of(count)
-        yield kind, "__setitem__", setting
-        yield kind, "__delitem__", changing
+        yield kind, "__setitem__", changing(write)
+        yield kind, "__delitem__", changing(delete)
+
+    @contextmanager
+    def environment_kept(self, refuse: Callable[[str], Any]) -> Iterator[None]:
+        """A block at whose end the environment is as before; `refuse` is for a step that has not
+        put it back itself.
+        """
+        environment = os.environ
+        try:
+            yield
+            for name, before in self._patched.items():
+                if environment._data.get(name, MISSING) != before:  # type: ignore[attr-defined]
+                    refuse(
+                        f"the step sets the environment variable {environment.decodekey(name)}, which a captured step would not "
+                        "do again; set it outside of the step, or put back what was there before the step ends"
+                    )
+        finally:
+            for name, before in [*self._patched.items()]:
+                key = environment.decodekey(name)
+                if before is MISSING:
+                    environment.pop(key, None)
+                else:
+                    environment[key] = environment.decodevalue(before)
+            self._patched.clear()
 
     def unreached(self, reach: Reach) -> list[tuple[str, types.FunctionType]]:
         """The user's functions that ran, or that a library's code names, and that were not found by

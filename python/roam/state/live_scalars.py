@@ -72,8 +72,10 @@ class LiveNode:
     def has_hint(self) -> bool:
         return False
 
-    def maybe_as_int(self) -> None:
-        return None
+    def maybe_as_int(self) -> int | None:
+        """Asked before a number becomes an `int` of an operator's."""
+        number = LiveInt(self) if self.is_integer_value else None
+        return None if number is None else self.trace.handed_on(number)
 
     def maybe_as_float(self) -> None:
         return None
@@ -122,7 +124,14 @@ class LiveNode:
         self._value()
         return FixedNode(number)
 
-    guard_int = guard_float = int_ = _value
+    def _given(self, *_: object) -> Any:
+        """Code in C++ takes the number for an argument of an operator that is no live number."""
+        number = (LiveInt if self.is_integer_value else LiveFloat)(self)
+        handed = self.trace.handed_on(number)
+        return self._value() if handed is None else handed
+
+    guard_int = guard_float = _given
+    int_ = _value
     guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = (
         statically_known_true
     ) = _reached_python
@@ -427,6 +436,7 @@ _ARITHMETIC: dict[str, Any] = {
 _OF_INTEGERS: dict[str, Any] = {
     **_both_sides("and or xor lshift rshift", _INTEGERS),
     "__invert__": _unary(operator.invert),
+    "__index__": lambda self: self.node._given(),
     "bit_length": _of_value(int.bit_length),
     "bit_count": _of_value(lambda number: number.bit_count()),
     "is_integer": lambda self: True,

@@ -56,6 +56,12 @@ class TraceContext(Protocol):
         is; the operator is recorded with the number itself.
         """
 
+    def handed_on(self, number: Any) -> Any:
+        """A plain number for code in C++ that asks for the number's value to hand it on to an
+        operator of others, which is recorded with the number itself; None if it asks for another
+        purpose.
+        """
+
     def generator_call(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any = None
     ) -> None:

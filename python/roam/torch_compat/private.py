@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims_common import compute_elementwise_output_strides as strides_together
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
@@ -646,6 +647,24 @@ has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
 """Whether an operator has any kernel."""
 has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """Whether an operator has a kernel of its own for a dispatch key."""
+
+
+def is_by_custom_op(func: OpOverload) -> bool:
+    """Whether `torch.library.custom_op` has made an operator. What it puts around the function
+    hands all arguments on as they are, unless a gradient is wanted.
+    """
+    return func.name() in OPDEFS
+
+
+def called_overloads(code: Any, local: Any) -> list[OpOverload]:
+    """The operators of which a call from Python is one, by the code of the frame that makes it and
+    a function that tells the frame's local variables; empty if it calls none.
+    """
+    if code is OpOverload.__call__.__code__:
+        return [local("self")]
+    if code is OpOverloadPacket.__call__.__code__:
+        return [getattr(local("self"), name) for name in local("self").overloads()]
+    return []
 
 
 @contextmanager
@@ -1462,6 +1481,7 @@ __all__ = [
     "broadcast_buckets",
     "c_function",
     "c_pointer",
+    "called_overloads",
     "chunk_cat",
     "comm_hook_of",
     "compiled_codes",
@@ -1511,6 +1531,7 @@ __all__ = [
     "inductor_graph",
     "innermost_backend",
     "is_any_autocast_enabled",
+    "is_by_custom_op",
     "is_compiled",
     "is_ddp",
     "is_dtensor",

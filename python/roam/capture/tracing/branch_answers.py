@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 
-from roam.capture.tracing.conditions import finite_answer, idle_answer
+from roam.capture.tracing.conditions import finite_answer, idle_answer, loop_of
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.source_location import user_place
 from roam.torch_compat.patches import replaced
@@ -35,6 +36,10 @@ _ASKING = (
 """Methods of tensors, and functions of PyTorch's, by which the value of a tensor reaches Python."""
 _MOST_GUESSES = 1024
 """The most guesses in one trace. A loop that no guess ends asks for more."""
+_MANY_TURNS = 16
+_MANY_OPERATORS = 20_000
+"""A loop that values end is refused once it has asked so often at one line, and has run so many
+operators meanwhile. A plan would be for this number of turns alone, and take long to make."""
 
 Place = tuple[str, int]
 
@@ -108,6 +113,8 @@ class Answers:
         known: the first answers, in the order in which the step's code asks.
         seen: what was seen in a run that gave these answers; None if none was watched.
         likely: what to guess first, in the same order; the first of them are `known`.
+        may_guess: whether answers may be guessed. If not, the first trace that has to guess ends
+            there.
 
     Attributes:
         guessed: whether an answer has had to be guessed.
@@ -121,23 +128,27 @@ class Answers:
         known: tuple[bool, ...] = (),
         seen: Seen | None = None,
         likely: tuple[bool, ...] = (),
+        *,
+        may_guess: bool = True,
     ) -> None:
         self.known = known
         self.seen = seen
         self.likely = likely
+        self.may_guess = may_guess
         self.guessed = False
         self.passing: dict[tuple[Place, int], bool] = {}
 
-    def replay(self) -> Replay:
-        """The answers for one trace."""
-        return Replay(self)
+    def replay(self, root: CodeType) -> Replay:
+        """The answers for one trace, in which code of `root` calls the step."""
+        return Replay(self, root)
 
 
 class Replay:
     """Gives a trace what a watched run saw, in the same order."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers, root: CodeType) -> None:
         self._answers = answers
+        self._root = root
         self._values = (
             {}
             if answers.seen is None
@@ -149,6 +160,9 @@ class Replay:
         """The last question: the line, and how often it had asked before."""
         self._doubtful: bool | None = None
         """The answer to it, if another one may be right."""
+        self._turns: dict[Place, tuple[int, int]] = {}
+        """For each line, how often it has asked, and how many operators came before the first
+        time."""
 
     def value(self) -> Any:
         """The next value that reached the line that runs now; None if none is known."""
@@ -173,7 +187,7 @@ class Replay:
 
     def answer(self, seen: bool | None) -> bool | None:
         """The answer to the next question, of which the watched run has `seen` one; None if too
-        many have been guessed.
+        many have been guessed, or none may be.
         """
         place, self._asked = self._asked, self._asked + 1
         if place < len(self._answers.known):
@@ -185,6 +199,17 @@ class Replay:
         if answer is None:
             self._answers.guessed = True
             self._guessed += 1
-            answer = idle_answer() if self._guessed <= _MOST_GUESSES else None
+            may_guess = self._answers.may_guess and self._guessed <= _MOST_GUESSES
+            answer = idle_answer() if may_guess else None
         self._doubtful = answer
         return answer
+
+    def long_loop(self, operators: int) -> str | None:
+        """The loop around the line that asks now, if values end it and it has run for too long;
+        None if not. `operators` have been recorded so far.
+        """
+        place = user_place()
+        turns, before = self._turns.get(place, (0, operators))
+        self._turns[place] = turns + 1, before
+        is_long = operators - before > _MANY_OPERATORS or self._guessed > _MOST_GUESSES
+        return loop_of(self._root) if is_long and turns >= _MANY_TURNS else None

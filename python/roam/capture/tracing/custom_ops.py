@@ -11,12 +11,28 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from roam.capture.fake_kernels.cache import tensors_in
 from roam.program.operators import is_foreign
 from roam.state.trace_context import TraceContext
-from roam.torch_compat.private import OpOverload, schema_of
+from roam.torch_compat.private import (
+    FakeTensor,
+    OpOverload,
+    function_transform,
+    has_kernel_for,
+    is_by_custom_op,
+    schema_of,
+)
 
 _ONLY_MARKS = frozenset({"profiler", "prim"})
 """Operators that compute nothing: marks in a profile, questions about metadata."""
+_WRAPPERS = (
+    *("CompositeImplicitAutograd", "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"),
+    *("AutocastCPU", "AutocastCUDA", "BackendSelect", "Functionalize", "Conjugate"),
+    *("FuncTorchBatched", "PreDispatch", "Negative", "ZeroTensor"),
+)
+"""Dispatch keys of what runs before an operator is recorded, and may calculate with its numbers."""
 _DEVICE, _GROUP = "_get_object_coll_device", "_new_group_with_tag"
 _OF_OBJECTS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
@@ -70,6 +86,24 @@ def _refuse_group(trace: TraceContext, *_: Any, **__: Any) -> None:
         "the step makes a process group, which every call would do again; make it before the step",
         code="collective", op="torch.distributed.new_group",
     )  # fmt: skip
+
+
+def hands_on(func: OpOverload, is_integer: bool, args: Any, kwargs: Any) -> bool:
+    """Whether a live number among an operator's arguments gets from the call to the record, and to
+    the real kernel, as it is. An integer may decide shapes, so only operators without results get
+    one.
+    """
+    tensors = tensors_in((args, kwargs))
+    if (
+        not is_foreign(func)
+        or function_transform() is not None
+        or (is_integer and schema_of(func).returns)
+        or any(type(tensor) not in (FakeTensor, torch.nn.Parameter) for tensor in tensors)
+    ):
+        return False
+    if is_by_custom_op(func):
+        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    return not any(has_kernel_for(func.name(), key) for key in _WRAPPERS)
 
 
 def is_mark(func: OpOverload) -> bool:

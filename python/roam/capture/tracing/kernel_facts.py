@@ -105,7 +105,7 @@ class KernelFacts:
     """The names of its arguments."""
     sizes: frozenset[str]
     """Names of the arguments that decide shapes: integers by the schema (sizes, dimensions,
-    positions, counts), and what a range is made of.
+    positions, counts) where there are results, and what a range is made of.
     """
     are_declared: list[bool]
     """For each result, whether the schema says that it is a view or an argument."""
@@ -122,6 +122,7 @@ class KernelFacts:
         ]
         mutates = bool(written) or func in HIDDEN_MUTATION
         are_declared = [result.alias_info is not None for result in schema.returns]
+        has_shapes = is_ours(func) or len(schema.returns) > 0
         makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
         is_composite = (
             func.namespace == "aten"
@@ -149,15 +150,19 @@ class KernelFacts:
             may_be_decided=may_be_decided(func),
             written=written,
             names=[argument.name for argument in arguments],
-            sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
+            sizes=frozenset(
+                a.name for a in arguments if makes_range or (has_shapes and "int" in str(a.type))
+            ),
             are_declared=are_declared,
         )
 
 
 def resizes_to_same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call resizes a tensor to the size that it has, which changes nothing."""
+    """Whether a call gives a tensor the size, or the memory, that it has, which changes nothing."""
     if kwargs or len(args) != 2:
         return False
+    if func is aten.set_.source_Tensor:
+        return args[0] is args[1]
     if func is aten.resize_as_.default:
         return bool(args[0].shape == args[1].shape)
     return (

@@ -387,6 +387,12 @@ class Slots:
             slot = self._renew(local_of(tensor), slot)
         if slot is None:
             shape = tuple(tensor.shape)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+                self.refuse(
+                    f"it is given a {type(tensor).__name__}, a class of tensors that the step itself makes, whose operators capture "
+                    "cannot record; use plain tensors in the step, or turn off the option that makes them",
+                    code="subclass", op=str(target), source=source,
+                )  # fmt: skip
             self.refuse(
                 f"it uses a tensor of shape {shape} that {_unknown(tensor)}",
                 code="unknown_tensor", op=str(target), source=source,

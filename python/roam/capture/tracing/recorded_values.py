@@ -6,9 +6,11 @@ import functools
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -18,6 +20,7 @@ from roam.capture.cuda_estimate import absent
 from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
+from roam.capture.tracing.custom_ops import hands_on, is_mark
 from roam.capture.tracing.dynamic_shapes import Decided, contents_of, shape_refusal
 from roam.capture.tracing.messages import Messages
 from roam.capture.tracing.recorded_slots import UNKNOWN, Places, Slots
@@ -33,6 +36,7 @@ from roam.capture.tracing.scalar_guards import (
 )
 from roam.capture.tracing.source_location import is_run_by
 from roam.errors import CaptureError
+from roam.own_code import is_own_file
 from roam.program.checks import check, holds
 from roam.program.ir import (
     Call,
@@ -60,7 +64,9 @@ from roam.torch_compat.private import (
     DisableAutocast,
     DisableTorchFunction,
     c_pointer,
+    called_overloads,
     disable_current_modes,
+    pytree,
 )
 
 aten = torch.ops.aten
@@ -125,6 +131,8 @@ class Values(Slots):
         """For each slot of a number, its value in a watched run."""
         self._carried: dict[float, tuple[Any, bool]] = {}
         """Plain floats that stand for live numbers, and whether an operator has got one."""
+        self._handed: dict[float, Any] = {}
+        """Plain numbers that stand for live ones on their way to an operator of others."""
         self._slices = Slices(self.program)
         self._number_of = number_of
         self._forms: dict[str, ComputedGuard] = {}
@@ -307,6 +315,51 @@ class Values(Slots):
                 self._carried[value] = number, True
         return tuple(found)
 
+    def handed_on(self, number: Any) -> Any:
+        """A plain number for code in C++ that asks for a live number's value to hand it on to an
+        operator of others; None if it asks for another purpose.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_own_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return None
+        found = called_overloads(frame.f_code, frame.f_locals.__getitem__)
+        is_integer = number.node.is_int()
+        given = (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
+        if not found or not all(hands_on(func, is_integer, *given) for func in found):
+            return None
+        slot = number.node.slot
+        # No two numbers have the same, and no code has written one of these.
+        carrier = -(2**61) - slot if is_integer else math.ldexp(1.0 + slot / 2**30, -901)
+        self._handed[carrier] = number
+        return carrier
+
+    def _taken(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operator's arguments with the numbers that have been handed on to it."""
+        if is_mark(func):
+            return args, kwargs
+        taken = set()
+
+        def number(value: Any) -> Any:
+            if type(value) not in (int, float) or value not in self._handed:
+                return value
+            taken.add(value)
+            return self._handed[value]
+
+        args, kwargs = pytree.tree_map(number, (args, kwargs))
+        if len(taken) < len(self._handed):
+            self._refuse_handed(str(func))
+        self._handed.clear()
+        return args, kwargs
+
+    def _refuse_handed(self, operator: str) -> NoReturn:
+        self.refuse(
+            "a number that changes from call to call is given to an operator that does not get it as it is; pass a tensor, or a "
+            "constant",
+            code="value_reached_python", op=operator,
+        )  # fmt: skip
+
     def forget_arithmetic(self) -> None:
         """Does later arithmetic again, whatever has been calculated before: that may be left out of
         a run.
@@ -397,6 +450,13 @@ class Values(Slots):
         is_branch = answer is None
         if is_branch:
             answer = self._answers.answer(None if seen is None else bool(seen))
+            if (loop := self._answers.long_loop(len(self.program.calls))) is not None:
+                self.refuse(
+                    f"the values of tensors say how often the loop at {loop} runs, and a plan would be for one number of turns; let it run "
+                    "before the step and pass what it gives as an argument (call generate() before the step, and give the step "
+                    "its tokens), or give the loop a fixed number of turns",
+                    code="long_loop", source=source,
+                )  # fmt: skip
         if answer is not None:
             self._add_check(slot, answer, phase, source, is_branch=is_branch)
             self._checked_until = len(self.program.calls)

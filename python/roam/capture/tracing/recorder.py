@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -65,6 +66,7 @@ from roam.torch_compat.private import (
     schema_of,
 )
 
+_logger = logging.getLogger("roam")
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -77,9 +79,15 @@ _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which "
     "capture cannot see; use torch.manual_seed, torch.set_rng_state or torch.random.fork_rng"
 )
+_TOLD_FIRST = 20_000
+_TOLD_ALOUD = 8 * _TOLD_FIRST
+"""From how many operators on a recording says how far it is, and says it as a warning."""
 _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on
 it."""
+_LIVE_STAND_INS = (_LIVE_STAND_IN, -3.0, 1e-4)
+"""If a kernel of others gives the same on fake tensors for each of these, its results do not depend
+on the number."""
 
 
 class Recorder(Values, TorchDispatchMode):
@@ -112,6 +120,7 @@ class Recorder(Values, TorchDispatchMode):
         self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
         self._switches = KernelSwitches()
+        self._told_next = _TOLD_FIRST
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,6 +145,8 @@ class Recorder(Values, TorchDispatchMode):
                 and absent.asked_by_engine(sys._getframe(1))
             )
             return absent.NOWHERE if is_hidden else device
+        if self._handed:
+            args, kwargs = self._taken(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator):
             self.refuse(
                 "it takes functions, and which operators they run cannot be recorded; use Python's own if and loops, or torch.where",
@@ -232,7 +243,8 @@ class Recorder(Values, TorchDispatchMode):
         slots = self.program.slots
         if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
-            given = _without_live_numbers(args), _without_live_numbers(kwargs)
+            seen = self._seen if is_foreign(func) else {}
+            given = _without_live_numbers(args, seen), _without_live_numbers(kwargs, seen)
         tensors = tensors_in(given)
         if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
             self.refuse(
@@ -295,6 +307,8 @@ class Recorder(Values, TorchDispatchMode):
         arguments = set(map(_identity, tensors))
         argument_storages = set(map(self.program.storage_of, call.refs()))
         index = len(self.program.calls)
+        if index >= self._told_next:
+            self._tell(index, call.source)
         outputs: list[int | None] = []
         for position, item in enumerate(flat):
             if _identity(item) in arguments or not isinstance(item, torch.Tensor):
@@ -317,6 +331,16 @@ class Recorder(Values, TorchDispatchMode):
         call.outputs = tuple(outputs)
         call.returns_sequence = is_sequence
         self.program.calls.append(call)
+
+    def _tell(self, count: int, source: Source) -> None:
+        """Says how far the recording is, each time that it has doubled."""
+        self._told_next = 2 * count
+        level = logging.WARNING if count >= _TOLD_ALOUD else logging.INFO
+        text = "capturing the step: %d operators recorded so far, the last at %s"
+        if _logger.isEnabledFor(level):
+            # What is given to `_logger.log` meanwhile would count as a message of the step's.
+            told = count, str(source)
+            _logger.handle(_logger.makeRecord(_logger.name, level, __file__, 0, text, told, None))
 
     def _check_aliasing(
         self, call: Call, position: int, slot: int, argument_storages: set[int]
@@ -469,7 +493,11 @@ class Recorder(Values, TorchDispatchMode):
         """
         is_deciding = (
             func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
-        ) or (is_foreign(func) and len(schema_of(func).returns) > 0)
+        ) or (
+            is_foreign(func)
+            and len(schema_of(func).returns) > 0
+            and len({_shown(func, args, kwargs, number) for number in _LIVE_STAND_INS}) > 1
+        )
         if is_deciding:
             self.refuse(
                 "a number that changes from call to call decides which kernels run; pass a "
@@ -532,6 +560,8 @@ class Recorder(Values, TorchDispatchMode):
         """
         if self._refusal is not None:
             raise self._refusal
+        if self._handed:
+            self._refuse_handed("")
         with disable_current_modes():
             if any(not value.equal(copy) for value, _, copy in self._twins.values()):
                 self._refuse_change("a change that capture cannot see", Source())
@@ -601,20 +631,39 @@ def _holds_live(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
-def _without_live_numbers(value: Any) -> Any:
-    """The nest as kernels on fake tensors take it."""
+def _without_live_numbers(value: Any, seen: Mapping[int, float]) -> Any:
+    """The nest as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
     if type(value) in _LIFELESS:
         return value
-    if isinstance(value, torch.SymInt):
-        return 1
-    if isinstance(value, torch.SymFloat):
-        return _LIVE_STAND_IN
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        stand_in = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
+        return seen.get(value.node.slot, stand_in)  # type: ignore[attr-defined]
     if isinstance(value, (tuple, list)):
-        items = map(_without_live_numbers, value)
-        return list(items) if isinstance(value, list) else tuple(items)
+        items = [_without_live_numbers(item, seen) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: _without_live_numbers(item) for key, item in value.items()}
+        return {key: _without_live_numbers(item, seen) for key, item in value.items()}
     return value
+
+
+def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
+    """What can be seen of the results of a kernel on fake tensors with a number in the place of
+    each live one; unlike anything else where it raises.
+    """
+
+    def plain(value: Any) -> Any:
+        return number if isinstance(value, torch.SymFloat) else value
+
+    try:
+        results = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+    except Exception:  # noqa: BLE001 - the kernel is others' code
+        return object()
+    flat = results if isinstance(results, (tuple, list)) else [results]
+    return tuple(
+        (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype, item.device)
+        for item in flat
+        if isinstance(item, torch.Tensor)
+    )
 
 
 def _with_arguments_of(func: Any, packet: Any) -> Any:

@@ -103,7 +103,7 @@ def trace(
         watch,
         fake_state.number_of,
         fake_state.results,
-        fake_state.answers.replay(),
+        fake_state.answers.replay(_run.__code__),
     )
     before = Before.of(fake_state)
     recorder.program.state_keys = [
@@ -164,6 +164,11 @@ def trace(
             stack.enter_context(recorder)
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
+            stack.enter_context(
+                fake_state.reliance.environment_kept(
+                    lambda reason: recorder.refuse(reason, code="moved")
+                )
+            )
             given = fake_state.taker.take(args, kwargs)
             containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
