@@ -361,6 +361,46 @@ def test_a_metric_that_a_log_after_the_step_would_change_is_refused(
     assert named in str(error)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"profiler": "simple"},
+        lambda: {"limit_train_batches": 3, "accumulate_grad_batches": 2, "val_check_interval": 1},
+        lambda: {"callbacks": [callbacks.GradientAccumulationScheduler({1: 3})]},
+        lambda: {"callbacks": [callbacks.EMAWeightAveraging()]},
+        lambda: {"callbacks": [callbacks.ModelPruning("l1_unstructured", amount=0.3)]},
+        lambda: {"callbacks": [callbacks.EarlyStopping("val", patience=1, min_delta=10.0)]},
+        lambda: averaging(precision="bf16-mixed"),
+    ],
+)
+def test_what_changes_steps_from_outside_is_followed(options: Any, tmp_path: Path) -> None:
+    plain = outcome(tmp_path / "eager", **options())
+    assert_same_bits(plain, outcome(tmp_path / "plans", wrap=subject.compile, **options()))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SAM"])
+def test_an_optimizer_that_runs_the_closure_itself_is_followed_or_refused(
+    name: str, tmp_path: Path
+) -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            super().step()
+            return super().step(closure)
+
+    class Searches(Plain):
+        def configure_optimizers(self):
+            kind = torch.optim.LBFGS if name == "LBFGS" else Twice
+            return kind(self.parameters(), lr=0.1)
+
+    if name == "LBFGS":
+        assert refusal(tmp_path, Searches()).code == "optimizer"
+    else:
+        plain = outcome(tmp_path / "eager", Searches)
+        assert_same_bits(plain, outcome(tmp_path / "plans", Searches, subject.compile))
+
+
 def test_steps_that_return_nothing_are_left_out(tmp_path: Path) -> None:
     class Sometimes(Plain):
         def training_step(self, batch):

@@ -14,6 +14,7 @@ from lightning import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import roam
@@ -86,29 +87,33 @@ def compile(module: LightningModule, *, keep_grads: bool | None = None, **option
     is_updating = False
 
     def manual_step(given: tuple[Any, ...], *_: bool) -> Any:
-        with _logs(module) as logged:
+        with _apart(module) as logged:
             result = user_step(*given)
         return _detached(result), logged
 
     def automatic_step(
         given: tuple[Any, ...], is_first: bool, is_last: bool, is_backward: bool
     ) -> Any:
-        trainer = module.trainer
+        trainer, result = module.trainer, None
         (optimizer,) = trainer.optimizers
-        with _logs(module) as logged:
-            result = user_step(*given)
-            with torch.autocast(module.device.type, enabled=False):  # it is for the forward pass
-                kept = ClosureResult.from_training_step_output(
-                    result, trainer.accumulate_grad_batches
-                )
-                loss = kept.closure_loss
-                if is_first:
-                    optimizer.zero_grad()
-                precision = trainer.precision_plugin  # it has the scaler, and clips
-                if loss is not None and is_backward:
-                    backward(precision.pre_backward(loss, module))
-                if is_last:
-                    precision.optimizer_step(optimizer, model=module, closure=lambda: loss)
+        precision = trainer.precision_plugin  # it has the scaler, and clips
+
+        def closure() -> Any:
+            nonlocal result
+            with precision.train_step_context():
+                result = user_step(*given)
+            kept = ClosureResult.from_training_step_output(result, trainer.accumulate_grad_batches)
+            if is_first:
+                optimizer.zero_grad()
+            if kept.closure_loss is not None and is_backward:
+                backward(precision.pre_backward(kept.closure_loss, module))
+            return kept.loss
+
+        with _apart(module) as logged, torch.autocast(module.device.type, enabled=False):
+            if is_last:
+                precision.optimizer_step(optimizer, model=module, closure=closure)
+            else:
+                closure()
         return _detached(result), logged
 
     is_automatic = module.automatic_optimization
@@ -154,8 +159,9 @@ class _Part(NamedTuple):
 
 
 @contextmanager
-def _logs(module: LightningModule) -> Iterator[list[Any]]:
-    """Collects what a step logs: the hook that does, and the arguments.
+def _apart(module: LightningModule) -> Iterator[list[Any]]:
+    """Has the Trainer's profiler leave the step alone, and collects what the step logs: the hook
+    that does, and the arguments.
 
     Raises:
         CaptureError: a metric that is logged is no part of the module, or has another value at the
@@ -179,11 +185,13 @@ def _logs(module: LightningModule) -> Iterator[list[Any]]:
         given = pytree.tree_map_only(torch.nn.Module, part_of, (args, kwargs))
         logged.append((module._current_fx_name, *_detached(given)))
 
+    profiler, module.trainer.profiler = module.trainer.profiler, PassThroughProfiler()
     module.log = log  # type: ignore[method-assign]
     try:
         yield logged
     finally:
         del module.log
+        module.trainer.profiler = profiler
     for name, metric, value in metrics:
         if getattr(metric, "_forward_cache", None) is not value:
             raise CaptureError(
