@@ -219,7 +219,7 @@ def test_a_step_that_reads_the_batch_index_has_a_plan_for_each(tmp_path: Path) -
 
 
 class Averaged(Plain):
-    """Batch norm: after the last epoch one more only updates it, and leaves gradients as they are."""
+    """Batch norm: after the last epoch one more only updates it, and leaves gradients alone."""
 
 
 def averaging(**options: Any) -> dict[str, Any]:
@@ -264,7 +264,10 @@ class Scheduled(Plain):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        largest = lambda _: max(0 if norm is None else float(norm) for norm in norms(self))
+
+        def largest(_: int) -> float:
+            return max(0 if norm is None else float(norm) for norm in norms(self))
+
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, largest)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

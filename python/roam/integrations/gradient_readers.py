@@ -25,9 +25,9 @@ def is_overridden(holder: Any, base: type[Any], name: str) -> bool:
 def overridden(holder: Any, base: type[Any]) -> Iterator[str]:
     """Names of a library's methods for which an object has others."""
     for name in dir(base):
-        if not name.startswith("__") and callable(getattr(base, name)):
-            if is_overridden(holder, base, name):
-                yield name
+        is_method = not name.startswith("__") and callable(getattr(base, name))
+        if is_method and is_overridden(holder, base, name):
+            yield name
 
 
 def may_read(thing: Any, libraries: tuple[str, ...]) -> bool:
