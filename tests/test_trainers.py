@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_a_callback_after_the_update_sees_gradients(
     found, kinds = [], []
     for wrap in (eager, lambda trainer: kinds.append(subject.compile(trainer))):
         watch = Watch()
-        left = outcome(lambda: make(tmp_path, [watch], max_steps=6, **options), wrap)
+        left = outcome(partial(make, tmp_path, [watch], max_steps=6, **options), wrap)
         assert any(norm is not None for norm in watch.seen[0])
         found.append(leaves(left, watch.seen))
     assert_same_bits(*found)

@@ -453,6 +453,11 @@ class Step:
         )
         return make, (self._train_step,)
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether plans keep `.grad` after the step as eager PyTorch does."""
+        return self._keep_grads
+
     def keep_gradients(self) -> None:
         """Makes plans keep `.grad` from now on, as ``keep_grads=True`` does. It is for trainers'
         integrations, which know what reads gradients only at a call.
