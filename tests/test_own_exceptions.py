@@ -150,7 +150,8 @@ def test_a_message_that_the_step_handles_itself_is_none_of_a_refusal() -> None:
 
     compiled = roam.compile(step)
     x = torch.ones(3)
+    for _ in range(8):
+        assert torch.equal(compiled(x), x * 2)
     with pytest.raises(roam.CaptureError) as refusal:
-        for _ in range(20):
-            assert torch.equal(compiled(x), x * 2)
+        compiled(x)
     assert refusal.value.code == "value_reached_python"

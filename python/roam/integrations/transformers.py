@@ -17,6 +17,7 @@ from roam.errors import CaptureError
 from roam.integrations.gradient_readers import is_overridden, may_read
 from roam.integrations.versions import require
 from roam.runtime import Step
+from roam.torch_compat.private import is_dtensor
 
 _METRICS = "_metrics"
 """TRL's name for what its trainers collect for their logs, by mode; there is no public one."""
@@ -31,6 +32,10 @@ _AROUND_UPDATE = (
 """Methods of the Trainer whose part around the update is in the step here, as transformers has
 them; there are no public names.
 """
+
+
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Where every process has the whole model, in a `DistributedDataParallel` if there are several."""
 
 
 def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any) -> Step:
@@ -54,7 +59,8 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
         CaptureError: roam does not know this major version of transformers or TRL
             (``library_version``). Raised in `train`: the step cannot be captured; a callback or a
             method of the trainer's class runs between the backward pass and the update
-            (``trainer_hook``); or training is on several devices (``trainer_devices``).
+            (``trainer_hook``); or training is on several devices in another way than by
+            `DistributedDataParallel` (``trainer_devices``).
     """
     require("transformers", 5)
     if hasattr(trainer, _METRICS):
@@ -135,10 +141,24 @@ class _NewMetrics:
 
 
 def _check(trainer: Trainer) -> None:
-    if trainer.accelerator.distributed_type != DistributedType.NO or trainer.args.n_gpu > 1:
+    kind = trainer.accelerator.distributed_type
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    other = (
+        "several devices of one process"
+        if trainer.args.n_gpu > 1
+        else kind.value
+        if kind not in _REPLICATED
+        else "tensors that transformers has sharded"
+        if any(is_dtensor(item) for item in trainer.model.parameters())
+        else type(parallel).__name__
+        if parallel is not None and parallel.total_size > 1 and not parallel.dp_replicate_enabled
+        else None
+    )
+    if other is not None:
         raise CaptureError(
-            "this Trainer trains on several devices or shards its model; roam plans steps of one device. Run one process "
-            "that sees one device (CUDA_VISIBLE_DEVICES=0), or train without roam",
+            f"this Trainer trains by {other}; roam plans its steps on one device, or on several processes by "
+            "DistributedDataParallel. Run one process that sees one device (CUDA_VISIBLE_DEVICES=0), or torchrun without "
+            "fsdp=, deepspeed= and parallelism_config=; or train without roam",
             code="trainer_devices",
         )
     if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):

@@ -131,9 +131,9 @@ def compare(
     parameters, buffers, gradients, optimizer and scheduler state, loss scales, plain Python values,
     random generators. Only a gradient that the plan has freed early may be missing: that of a
     tensor which the step has changed, or which an optimizer of the step has among its parameters.
-    With ``keep_grads=True`` of `roam.compile` none may. Afterwards everything is as it was before the call, however the
-    comparison ends. Effects outside of the step's objects (files, logs) happen each time the step
-    runs.
+    With ``keep_grads=True`` of `roam.compile` none may. Afterwards everything is as it was before
+    the call, however the comparison ends. Effects outside of the step's objects (files, logs)
+    happen each time the step runs.
 
     It needs memory for one more copy of all tensors that the step reaches.
 
