@@ -186,7 +186,7 @@ def _apart(module: LightningModule) -> Iterator[list[Any]]:
         logged.append((module._current_fx_name, *_detached(given)))
 
     profiler, module.trainer.profiler = module.trainer.profiler, PassThroughProfiler()
-    module.log = log  # type: ignore[method-assign]
+    module.log = log
     try:
         yield logged
     finally:
