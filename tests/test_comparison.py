@@ -161,6 +161,53 @@ class TestEqual:
             found = roam.compare(step, my, x, y)
         assert found.outcome in ("equal", "refused"), found
 
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_a_gradient_that_the_step_has_used_may_be_missing(self, by_hand: bool) -> None:
+        net = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD([net.bias] if by_hand else net.parameters(), lr=0.1)
+
+        def step(x: Any, y: Any) -> Any:
+            net.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            if by_hand:
+                net.weight.data.sub_(net.weight.grad, alpha=0.1)
+            return loss
+
+        found = roam.compare(step, *batch())
+        assert found.equal, found
+        assert found.freed_gradients == 2
+        assert "keep_grads=True" in str(found)
+        found = roam.compare(roam.compile(step, keep_grads=True), *batch())
+        assert found.equal, found
+        assert found.freed_gradients == 0
+
+    def test_a_gradient_that_the_step_has_not_used_may_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        net = torch.nn.Linear(6, 3)
+
+        def step(x: Any, y: Any) -> Any:
+            net.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        assert roam.compare(step, *batch()).equal
+        module = importlib.import_module("roam.capture.step")
+        settle = module.settle_gradients
+
+        def frees_all(program: Any, carried: Any, keep_grads: bool) -> None:
+            settle(program, carried, keep_grads)
+            program.rebinds = []
+
+        monkeypatch.setattr(module, "settle_gradients", frees_all)
+        for compiled in (step, roam.compile(step, keep_grads=True)):
+            found = roam.compare(compiled, *batch())
+            assert found.outcome == "different", found
+            assert ".grad" in found.difference.path
+
 
 class TestDifferent:
     @pytest.mark.parametrize("name", ["aten.gelu.default", "aten.gelu_backward.default"])

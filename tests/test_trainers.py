@@ -3,7 +3,10 @@ plans: losses, norms, parameters, optimizer, schedule, random state, checkpoints
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -136,13 +139,90 @@ def test_a_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert steps[0].memory().extra_runs > 0
 
 
-@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step"])
-def test_a_callback_within_the_step_is_refused(event: str, tmp_path: Path) -> None:
-    kind = type("Watch", (transformers.TrainerCallback,), {event: lambda *_, **__: None})
-    trainer = make(tmp_path, callbacks=[kind()])
+def test_a_callback_within_the_step_is_refused(tmp_path: Path) -> None:
+    event = "on_pre_optimizer_step"
+    of_class = type("Watch", (transformers.TrainerCallback,), {event: lambda *_, **__: None})()
+    of_object = transformers.TrainerCallback()
+    setattr(of_object, event, lambda *_, **__: None)
+    for callback in (of_class, of_object):
+        trainer = make(tmp_path, callbacks=[callback])
+        subject.compile(trainer)
+        with pytest.raises(roam.CaptureError, match=rf"\.{event}.*register_hook") as refusal:
+            trainer.train()
+        assert refusal.value.code == "trainer_hook"
+
+
+def norms(model: Any) -> list[Any]:
+    return [None if item.grad is None else item.grad.norm() for item in model.parameters()]
+
+
+class Watch(transformers.TrainerCallback):
+    """Sees gradients after the update, and what is left of them at the end of the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_optimizer_step(self, args, state, control, model, **_):
+        self.seen.append(norms(model))
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.seen.append(norms(model))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"fp16": True}])
+def test_a_callback_after_the_update_sees_gradients(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    found, kinds = [], []
+    for wrap in (eager, lambda trainer: kinds.append(subject.compile(trainer))):
+        watch = Watch()
+        left = outcome(partial(make, tmp_path, [watch], max_steps=6, **options), wrap)
+        assert any(norm is not None for norm in watch.seen[0])
+        found.append(leaves(left, watch.seen))
+    assert_same_bits(*found)
+    assert len(kinds[0].plans) <= 8
+
+
+def test_a_schedule_that_reads_gradients_sees_them(tmp_path: Path) -> None:
+    def made() -> transformers.Trainer:
+        trainer = make(tmp_path, max_steps=4)
+        adafactor = transformers.Adafactor(
+            trainer.model.parameters(), relative_step=True, warmup_init=True, lr=None
+        )
+        trainer.optimizer = adafactor
+        trainer.lr_scheduler = transformers.optimization.AdafactorSchedule(adafactor)
+        return trainer
+
+    plain = outcome(made, eager)
+    assert_same_bits(plain, outcome(made, subject.compile))
+
+
+def test_the_schedules_that_are_known_read_no_gradients() -> None:
+    module = transformers.optimization
+    for kind in vars(module).values():
+        is_own = getattr(kind, "__module__", "") == module.__name__
+        if is_own and kind not in (transformers.Adafactor, module.AdafactorSchedule):
+            assert not re.search(r"\.grad\b|getattr\(.*grad", inspect.getsource(kind)), kind
+
+
+@pytest.mark.parametrize("options", [{"torch_empty_cache_steps": 2}, {"optim": "lomo"}])
+def test_what_runs_within_the_step_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make(tmp_path, **options)
     subject.compile(trainer)
-    with pytest.raises(roam.CaptureError, match=rf"Watch\.{event}.*register_hook") as refusal:
-        trainer.train()
+    with pytest.raises(roam.CaptureError, match=next(iter(options))) as refusal:
+        trainer.training_step(trainer.model, {})
+    assert refusal.value.code == "trainer_hook"
+
+
+@pytest.mark.parametrize("name", subject._AROUND_UPDATE)
+def test_a_trainer_with_a_loop_or_clipping_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    assert callable(getattr(trainer, name))
+    setattr(trainer, name, lambda *_, **__: None)
+    subject.compile(trainer)
+    with pytest.raises(roam.CaptureError, match=name) as refusal:
+        trainer.training_step(trainer.model, {})
     assert refusal.value.code == "trainer_hook"
 
 

@@ -9,19 +9,36 @@ from typing import Any
 
 from accelerate import DistributedType
 from transformers import Trainer, TrainerCallback
+from transformers.optimization import AdafactorSchedule
+from transformers.training_args import OptimizerNames
 
 import roam
 from roam.errors import CaptureError
+from roam.integrations.gradient_readers import is_overridden, may_read
 from roam.integrations.versions import require
 from roam.runtime import Step
+from roam.torch_compat.private import is_dtensor
 
 _METRICS = "_metrics"
 """TRL's name for what its trainers collect for their logs, by mode; there is no public one."""
-_BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
-"""Events between the backward pass and the end of the update, which are one step here."""
+_BEFORE_UPDATE = "on_pre_optimizer_step"
+"""The event between the backward pass and the update, which are one step here."""
+_AFTER_UPDATE = "on_optimizer_step"
+"""The event between the update and the zeroing of gradients."""
+_AROUND_UPDATE = (
+    *("_inner_training_loop", "_run_epoch", "_clip_grad_norm", "_get_grad_norm"),
+    *("_has_mixed_mesh_grads", "_mixed_mesh_grad_norm"),
+)
+"""Methods of the Trainer whose part around the update is in the step here, as transformers has
+them; there are no public names.
+"""
 
 
-def compile(trainer: Trainer, **options: Any) -> Step:
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Where every process has the whole model, in a `DistributedDataParallel` if there are several."""
+
+
+def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any) -> Step:
     """Makes a trainer run its steps by plans: forward, backward, clipping and update as one.
 
     `Trainer.train` works as before, with its schedule, logs, evaluation, checkpoints and resuming.
@@ -29,23 +46,34 @@ def compile(trainer: Trainer, **options: Any) -> Step:
 
     Args:
         trainer: a `transformers.Trainer`, or an object of any subclass.
-        options: those of `roam.compile`.
+        keep_grads: as in `roam.compile`, up to where the Trainer zeroes gradients. None keeps them
+            if code that may read them runs before: a callback's ``on_optimizer_step``, or a
+            schedule that is not PyTorch's or transformers' own, or that reads them, as
+            `AdafactorSchedule` does.
+        options: the others of `roam.compile`.
 
     Returns:
         The compiled step, for `Step.memory` and the like.
 
     Raises:
         CaptureError: roam does not know this major version of transformers or TRL
-            (``library_version``). Raised in `train`: the step cannot be captured; a callback runs
-            between the backward pass and the update (``trainer_hook``); or training is on several
-            devices (``trainer_devices``).
+            (``library_version``). Raised in `train`: the step cannot be captured; a callback or a
+            method of the trainer's class runs between the backward pass and the update
+            (``trainer_hook``); or training is on several devices in another way than by
+            `DistributedDataParallel` (``trainer_devices``).
     """
     require("transformers", 5)
     if hasattr(trainer, _METRICS):
         require("trl", 1)
     training_step = trainer.training_step
+    keeps = bool(keep_grads)
+    settle: list[Callable[[], None]] = []
 
-    def whole_step(model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[Any, Any, Any]:
+    def whole_step(
+        model: Any, inputs: Any, num_items_in_batch: Any, is_first: bool, keeps: bool
+    ) -> tuple[Any, Any, Any]:
+        if is_first:
+            model.zero_grad()  # the trainer did so after the last update
         with _NewMetrics(trainer) as metrics:
             loss = training_step(model, inputs, num_items_in_batch)
         if not trainer.accelerator.sync_gradients:
@@ -55,19 +83,25 @@ def compile(trainer: Trainer, **options: Any) -> Step:
             model.parameters(), limit if limit > 0 else math.inf
         )
         trainer.optimizer.step()
-        model.zero_grad()
+        if not keeps:
+            model.zero_grad()
         return loss, norm, metrics.found
 
-    step = roam.compile(whole_step, **options)
+    step = roam.compile(whole_step, keep_grads=True, **options)
 
     def planned_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        nonlocal keeps
+        while settle:  # of a run that was interrupted within its update
+            settle.pop()()
         _check(trainer)
-        loss, norm, metrics = step(model, inputs, num_items_in_batch)
+        keeps = keeps or (keep_grads is None and _may_read_gradients(trainer))
+        is_first = keeps and all(item.grad is None for item in model.parameters())
+        loss, norm, metrics = step(model, inputs, num_items_in_batch, is_first, keeps)
         for name, (is_added, values) in metrics.items():
             kept = getattr(trainer, _METRICS)["train"]
             kept[name] = kept[name] + values if is_added else values
         if trainer.accelerator.sync_gradients:
-            _is_updated(trainer, norm)
+            settle[:] = _is_updated(trainer, norm)
         return loss
 
     trainer.training_step = planned_step
@@ -107,34 +141,78 @@ class _NewMetrics:
 
 
 def _check(trainer: Trainer) -> None:
-    if trainer.accelerator.distributed_type != DistributedType.NO or trainer.args.n_gpu > 1:
+    kind = trainer.accelerator.distributed_type
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    other = (
+        "several devices of one process"
+        if trainer.args.n_gpu > 1
+        else kind.value
+        if kind not in _REPLICATED
+        else "tensors that transformers has sharded"
+        if any(is_dtensor(item) for item in trainer.model.parameters())
+        else type(parallel).__name__
+        if parallel is not None and parallel.total_size > 1 and not parallel.dp_replicate_enabled
+        else None
+    )
+    if other is not None:
         raise CaptureError(
-            "this Trainer trains on several devices or shards its model; roam plans steps of one device. Run one process "
-            "that sees one device (CUDA_VISIBLE_DEVICES=0), or train without roam",
+            f"this Trainer trains by {other}; roam plans its steps on one device, or on several processes by "
+            "DistributedDataParallel. Run one process that sees one device (CUDA_VISIBLE_DEVICES=0), or torchrun without "
+            "fsdp=, deepspeed= and parallelism_config=; or train without roam",
             code="trainer_devices",
         )
-    for callback in trainer.callback_handler.callbacks:
-        for event in _BETWEEN:
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                raise CaptureError(
-                    f"{type(callback).__name__}.{event} runs between the backward pass and the end of the update, which a "
-                    "plan runs as one. Use on_step_end, or hooks of the parameters (Tensor.register_hook) for what it does "
-                    "to gradients; or train without roam",
-                    code="trainer_hook",
-                )
+    if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        raise CaptureError(
+            f"optim={trainer.args.optim.value!r} updates parameters in the backward pass, and a plan does not. Use another "
+            "optimizer, or train without roam",
+            code="trainer_hook",
+        )
+    if trainer.args.torch_empty_cache_steps is not None:
+        raise CaptureError(
+            "torch_empty_cache_steps frees PyTorch's cache in the middle of the step, which a plan runs as one. Leave it out: "
+            'memory="auto" of roam.compile keeps the step within what the device has',
+            code="trainer_hook",
+        )
+    held = [(one, TrainerCallback, _BEFORE_UPDATE) for one in trainer.callback_handler.callbacks]
+    held += [(trainer, Trainer, name) for name in _AROUND_UPDATE]
+    for holder, base, name in held:
+        if is_overridden(holder, base, name):
+            kind = type(holder).__name__
+            raise CaptureError(
+                f"{kind}.{name} runs between the backward pass and the end of the update, which a "
+                "plan runs as one. Use on_optimizer_step or on_step_end, or hooks of the parameters (Tensor.register_hook) for "
+                "what it does to gradients; or train without roam",
+                code="trainer_hook",
+            )
 
 
-def _is_updated(trainer: Trainer, norm: Any) -> None:
+def _may_read_gradients(trainer: Trainer) -> bool:
+    """Whether code that may read gradients runs between the update and their zeroing."""
+    return (
+        isinstance(trainer.lr_scheduler, AdafactorSchedule)
+        or may_read(
+            trainer.lr_scheduler, ("transformers.optimization", "transformers.trainer_pt_utils")
+        )
+        or is_overridden(trainer, Trainer, "_get_learning_rate")
+        or any(
+            is_overridden(one, TrainerCallback, _AFTER_UPDATE)
+            for one in trainer.callback_handler.callbacks
+        )
+    )
+
+
+def _is_updated(trainer: Trainer, norm: Any) -> list[Callable[[], None]]:
     """Has the trainer's own clipping give the norm and its own update do nothing, once: the step
-    has done both.
+    has done both. Returns what ends that.
     """
+    put_back = [_set(trainer.accelerator, "clip_grad_norm_", lambda *_: norm)]
 
     def restore() -> None:
-        put_back_norm()
-        put_back_step()
+        while put_back:
+            put_back.pop()()
 
-    put_back_norm = _set(trainer.accelerator, "clip_grad_norm_", lambda *_: norm)
-    put_back_step = _set(trainer.optimizer, "step", restore)
+    put_back.append(_set(trainer.optimizer, "step", restore))
+    return [restore]
 
 
 def _set(holder: Any, name: str, value: Any) -> Callable[[], None]:

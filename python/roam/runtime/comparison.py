@@ -7,7 +7,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal
 
@@ -80,6 +80,8 @@ class Comparison:
             make; None if there is none, or if none can be named.
         error: what was raised.
         versions: of roam, PyTorch and Python, and the platform.
+        freed_gradients: how many gradients the last step compared has left in eager PyTorch, and
+            the plan has freed.
     """
 
     outcome: Outcome
@@ -89,6 +91,7 @@ class Comparison:
     operator: DifferentOperator | None
     error: Exception | None
     versions: str
+    freed_gradients: int = 0
 
     @property
     def equal(self) -> bool:
@@ -100,6 +103,10 @@ class Comparison:
         if self.compared:
             counts = ", ".join(f"{count:,} {kind}" for kind, count in self.compared.items())
             lines.append(f"compared after each step: {counts}")
+        if self.freed_gradients:
+            lines.append(
+                f"gradients that the plan has freed, which keep_grads=True keeps: {self.freed_gradients:,}"
+            )
         if self.difference is not None:
             lines.append(str(self.difference))
         if self.operator is not None:
@@ -122,10 +129,11 @@ def compare(
 
     After every step this compares what the step returned and everything that it reaches:
     parameters, buffers, gradients, optimizer and scheduler state, loss scales, plain Python values,
-    random generators. Only a gradient that the plan has freed early may be missing (``keep_grads``
-    of `roam.compile` keeps it). Afterwards everything is as it was before the call, however the
-    comparison ends. Effects outside of the step's objects (files, logs) happen each time the step
-    runs.
+    random generators. Only a gradient that the plan has freed early may be missing: that of a
+    tensor which the step has changed, or which an optimizer of the step has among its parameters.
+    With ``keep_grads=True`` of `roam.compile` none may. Afterwards everything is as it was before
+    the call, however the comparison ends. Effects outside of the step's objects (files, logs)
+    happen each time the step runs.
 
     It needs memory for one more copy of all tensors that the step reaches.
 
@@ -195,6 +203,8 @@ class _Trial:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     steps: int
+    start: dict[int, Any] = field(default_factory=dict)
+    """By the identity of a tensor, what it held before the first step."""
 
     def run(self) -> Comparison:
         try:
@@ -218,13 +228,18 @@ class _Trial:
                 leave_first_step(module)
             with _kept(reach) as start:
                 planned = self.compiled()
+                if not planned.keeps_gradients:
+                    self.start.update(
+                        (id(slot.tensor), _value("tensors", slot.tensor).mark)
+                        for slot in reach.slots
+                    )
                 try:
                     planned.plan(
                         *self.args, **self.kwargs
                     )  # what is refused is refused before anything has run
                 except CaptureError as refusal:
                     if not refusal.settles or self.steps == 1:
-                        if refusal.code == "step_raised":
+                        if refusal.code in ("step_raised", "value_reached_python"):
                             self._eager_step()  # which may raise it too
                         raise
                 seen = Seen()
@@ -232,16 +247,18 @@ class _Trial:
                 planned.show(seen)
                 start.restore()
                 differences: list[Difference] = []
+                freed = 0
                 for number, expected in enumerate(eager, 1):
                     found = self._after(*self._called(planned))
                     path = self._first_different(expected, found)
+                    freed = len(expected.keys() - found.keys())
                     if path is not None and not planned.joins_processes:
                         return self._different(start, number, path, expected, found)
                     if path is not None:
                         differences.append(_without_reruns(number, path, expected, found))
                 if differences:
                     return self._ended("different", found, difference=differences[0])
-                return self._ended("equal", found)
+                return replace(self._ended("equal", found), freed_gradients=freed)
         except _Eagerly as failure:
             return self._ended("undecided", error=failure.__cause__)
         except CaptureError as error:
@@ -353,7 +370,9 @@ class _Trial:
             _put(values, slot.path, value)
             if is_new and tensor.is_leaf and tensor.grad is not None:
                 gradient = _value("gradients", tensor.grad)
-                gradient.may_be_missing = id(tensor) in optimized
+                gradient.may_be_missing = id(tensor) in self.start and (
+                    id(tensor) in optimized or not same(value.mark, self.start[id(tensor)])
+                )
                 _put(values, f"{slot.path}.grad", gradient)
         own = {id(optimizer.__dict__) for _, optimizer in reach.optimizers}
         for place in reach.places:

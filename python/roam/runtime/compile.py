@@ -467,6 +467,20 @@ class Step:
         )
         return make, (self._train_step,)
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether plans keep `.grad` after the step as eager PyTorch does."""
+        return self._keep_grads
+
+    def keep_gradients(self) -> None:
+        """Makes plans keep `.grad` from now on, as ``keep_grads=True`` does. It is for trainers'
+        integrations, which know what reads gradients only at a call.
+        """
+        if not self._keep_grads:
+            self._keep_grads = True
+            self.release()
+            self._captures = Captures(self._captures.most)
+
     def show(self, seen: Seen) -> None:
         """Gives captures the outcomes of branches that another step's run has shown, for as long as
         this step has had no such run of its own.

@@ -259,6 +259,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 f"computes, what a batch is; {OWN_BATCHES}",
                 code="iterator", source=user_line(error),
             ) from error  # fmt: skip
+        error.settles = error.settles or _is_about_to_raise(error)
         raise
     except ExecutionError:  # if another rank has left
         raise
@@ -282,17 +283,25 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if not settles and _is_about_live_number(error):
             raise CaptureError(
                 f"{line}: a number that the step computes or changes has reached code that needs "
-                f"its value ({type(error).__name__}: {error}); only calculate with "
+                f"its value ({type(error).__name__}: {_text(error)}); only calculate with "
                 f"it, or return it and look at it outside of the step; {LOOK_UP}",
                 code="value_reached_python", source=line,
             ) from error  # fmt: skip
         remedy = "" if settles else "; run it eagerly, and report it if it works there"
         refusal = CaptureError(
-            f"the step raised {type(error).__name__} at {line} when it was run on fake tensors{remedy}: {error}",
+            f"the step raised {type(error).__name__} at {line} when it was run on fake tensors{remedy}: {_text(error)}",
             code="step_raised", source=line,
         )  # fmt: skip
         refusal.settles = settles
         raise refusal from error
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says; nothing if that has numbers in it which only a run knows."""
+    try:
+        return str(error)
+    except CaptureError:
+        return ""
 
 
 def _refused_before(error: BaseException) -> CaptureError | None:
@@ -320,6 +329,24 @@ def _is_raised_by_user(error: BaseException) -> bool:
     return dis.opname[operation] == "RAISE_VARARGS"
 
 
+def _is_about_to_raise(error: BaseException) -> bool:
+    """Whether code of the step that an exception has come through would have gone straight on to a
+    `raise`, for whose message it needed a value.
+    """
+    frame = error.__traceback__
+    while frame is not None:
+        for one in dis.get_instructions(frame.tb_frame.f_code):
+            if one.offset <= frame.tb_lasti:
+                continue
+            if one.opname == "RAISE_VARARGS":
+                return True
+            is_jump = one.opcode in (*dis.hasjrel, *dis.hasjabs)
+            if is_jump or one.opname.startswith(("RETURN", "YIELD", "RERAISE")):
+                break
+        frame = frame.tb_next
+    return False
+
+
 def _innermost(error: BaseException) -> TracebackType | None:
     """Where an exception was raised."""
     innermost = error.__traceback__
@@ -332,7 +359,7 @@ def _is_about_live_number(error: Exception) -> bool:
     """Whether an exception names a live number's class, or comes from code that was given one."""
     innermost = _innermost(error)
     held = [] if innermost is None else list(innermost.tb_frame.f_locals.values())
-    return any(kind.__name__ in str(error) for kind in (LiveFloat, LiveInt)) or any(
+    return any(kind.__name__ in _text(error) for kind in (LiveFloat, LiveInt)) or any(
         isinstance(value, (LiveFloat, LiveInt)) for value in held
     )
 
