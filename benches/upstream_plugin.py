@@ -258,15 +258,14 @@ class _Loops(ast.NodeTransformer):
         function = self.functions[-1]
         stored = dict.fromkeys(name.id for name in _names(body, ast.Store))
         if any(
-            isinstance(node, (ast.Global, ast.Nonlocal)) and not stored.keys().isdisjoint(node.names)
+            isinstance(node, (ast.Global, ast.Nonlocal))
+            and not stored.keys().isdisjoint(node.names)
             for node in ast.walk(function)
         ):
             return loop
         inside = {id(name) for statement in body for name in ast.walk(statement)}
         read_outside = {
-            name.id
-            for name in _names([function], ast.Load, deep=True)
-            if id(name) not in inside
+            name.id for name in _names([function], ast.Load, deep=True) if id(name) not in inside
         }
         first = _first_uses(body)
         read = {name.id for name in _names(body, ast.Load, deep=True)}
@@ -278,7 +277,9 @@ class _Loops(ast.NodeTransformer):
         made, step = f"__upstream_body_{self.count}", f"__upstream_step_{self.count}"
         arguments = ast.arguments([], [ast.arg(name) for name in given], None, [], [], None, [])
         leaves = ast.Tuple([ast.Name(name, ast.Load()) for name in kept], ast.Load())
-        definition = ast.FunctionDef(made, arguments, [*body, ast.Return(leaves)], [], type_params=[])
+        definition = ast.FunctionDef(
+            made, arguments, [*body, ast.Return(leaves)], [], type_params=[]
+        )
         wrapped = ast.parse(f"{step} = __import__('upstream_plugin')._Body({made})").body
         call = ast.Call(
             ast.Name(step, ast.Load()), [ast.Name(name, ast.Load()) for name in given], []
@@ -401,7 +402,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def _refusals(error: BaseException | None) -> Iterator[RoamError]:
-    """roam's errors among an exception and those from which it comes."""
+    """Roam's errors among an exception and those from which it comes."""
     while error is not None:
         if isinstance(error, RoamError):
             yield error

@@ -32,6 +32,7 @@ from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
+from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.program.releases import Release
@@ -372,29 +373,54 @@ class _Chooser:
         else:
             in_order = _core.baseline(eager_graph, reuse=False)
         eager_bytes = eager_graph.persistent_bytes + in_order.peak_bytes
+        made = partial(
+            self._way,
+            taken=taken,
+            like=before,
+            searched=searched,
+            of=partial(
+                Choice, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
+            ),
+            eager_bytes=eager_bytes,
+            written=written,
+        )
+        self.plain, self._lowered = made(program, placed)
+        if (once := merged(program)) is not program:
+            # What runs once lives longer.
+            way = made(once, placed_calls(once, variant.device))
+            if way[0].total_bytes <= self.plain.total_bytes:
+                self.plain, self._lowered = way
+
+    def _way(
+        self,
+        program: Program,
+        placed: list[Placed | None],
+        *,
+        taken: dict[int, int] | None,
+        like: Lowering | None,
+        searched: list[Choice],
+        of: Callable[..., Choice],
+        eager_bytes: int,
+        written: Lowering | None,
+    ) -> tuple[Choice, Lowering]:
+        """The best way to run these calls."""
+        variant = self._variant
         if (joined := fused(program, variant.device)) is not program:
             program, placed = joined, placed_calls(joined, variant.device)
+        if program is not variant.program:
             taken = self._workspaces(program, placed) if taken else taken
-        lowering = self._lowering(program, placed, taken, before)
-        made = partial(
-            Choice,
-            program,
-            placed,
-            eager_graph=eager_graph,
-            eager_bytes=eager_bytes,
-            kernel_bytes=kernel_bytes,
-            lowered=(written, lowering),
-        )
+        lowering = self._lowering(program, placed, taken, like)
+        made = partial(of, program, placed, lowered=(written, lowering))
         alike = [one for one in searched if _has_same_calls(one.program, program)]
         size = math.log(max(eager_bytes, 1))
-        like = min(
+        nearest = min(
             alike,
             key=lambda one: abs(math.log(max(one.eager_bytes, 1)) - size),
             default=None,
         )
         best = None
-        if like is not None and self._streams == 1:
-            best = self._as_before(like, lowering, made)
+        if nearest is not None and self._streams == 1:
+            best = self._as_before(nearest, lowering, made)
         if best is None:
             best = self._best_way(lowering, made, self._pool, eager_bytes)
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
@@ -403,7 +429,7 @@ class _Chooser:
         if self._undoes:
             first_bytes += copied_bytes(program)
         checks_bytes = max(first_bytes, max(asked_bytes, default=0))
-        self.plain, self._lowered = replace(best, checks_bytes=checks_bytes), lowering
+        return replace(best, checks_bytes=checks_bytes), lowering
 
     @property
     def needed_bytes(self) -> int:
