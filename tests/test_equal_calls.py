@@ -162,3 +162,25 @@ def test_a_draw_is_no_equal_of_another() -> None:
     captured = capture_step(step, (torch.randn(8),), {}).steady
     assert captured is not None
     assert merged(captured.program) is captured.program
+
+
+def test_notes_name_what_no_plan_leaves_out() -> None:
+    def form(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        twice = logits[:, :-1].contiguous().double().float()
+        return loss_of(twice, labels) + 0.0 * logits.sum() + logits.mean() * 2, labels
+
+    captured = capture_step(step_of(form), made(), {}).steady
+    assert captured is not None
+    notes = dict(captured.notes)
+    assert notes["times zero"].startswith("1 products with 0: ")
+    assert notes["copied twice"].startswith("2 copies that only another copy reads: ")
+    assert "test_equal_calls.py" in notes["times zero"]
+
+
+def test_notes_of_a_step_without_waste_name_none() -> None:
+    def form(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return loss_of(logits[:, :-1].contiguous(), labels), labels
+
+    captured = capture_step(step_of(form), made(), {}).steady
+    assert captured is not None
+    assert not dict(captured.notes).keys() & {"times zero", "copied twice"}

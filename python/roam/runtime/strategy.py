@@ -374,62 +374,67 @@ class _Chooser:
             in_order = _core.baseline(eager_graph, reuse=False)
         eager_bytes = eager_graph.persistent_bytes + in_order.peak_bytes
         made = partial(
-            self._way,
-            taken=taken,
-            like=before,
-            searched=searched,
-            of=partial(
-                Choice, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
-            ),
-            eager_bytes=eager_bytes,
-            written=written,
+            Choice, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
         )
-        self.plain, self._lowered = made(program, placed)
-        if (once := merged(program)) is not program:
-            # What runs once lives longer.
-            way = made(once, placed_calls(once, variant.device))
-            if way[0].total_bytes <= self.plain.total_bytes:
-                self.plain, self._lowered = way
+        once = merged(program)
+        if once is not program and any(_has_same_calls(one.program, program) for one in searched):
+            once = program  # it has turned out to be better
+        lowering = self._joined(once, taken, before)
+        best = self._way(lowering, searched, made, written)
+        if once is not program and best.is_searched:
+            # What runs once lives longer, but rarely at the moment that counts.
+            other = self._joined(program, taken, before)
+            quick = _core.optimize(other.graph(pool=False), exact="off", time_limit_s=0.0)
+            if quick.total_lower_bound_bytes < best.total_bytes:
+                way = self._way(other, searched, made, written)
+                if way.total_bytes < best.total_bytes:
+                    best, lowering = way, other
+        self.plain, self._lowered = best, lowering
+
+    def _joined(
+        self, program: Program, taken: dict[int, int] | None, like: Lowering | None
+    ) -> Lowering:
+        """A program lowered with the kernels that its calls become; `taken` is what those of the
+        variant's own program take for themselves.
+        """
+        variant = self._variant
+        program = fused(program, variant.device)
+        if program is variant.program:
+            return self._lowering(program, variant.placed, taken, like)
+        placed = placed_calls(program, variant.device)
+        taken = self._workspaces(program, placed) if taken else taken
+        return self._lowering(program, placed, taken, like)
 
     def _way(
         self,
-        program: Program,
-        placed: list[Placed | None],
-        *,
-        taken: dict[int, int] | None,
-        like: Lowering | None,
+        lowering: Lowering,
         searched: list[Choice],
         of: Callable[..., Choice],
-        eager_bytes: int,
         written: Lowering | None,
-    ) -> tuple[Choice, Lowering]:
-        """The best way to run these calls."""
-        variant = self._variant
-        if (joined := fused(program, variant.device)) is not program:
-            program, placed = joined, placed_calls(joined, variant.device)
-        if program is not variant.program:
-            taken = self._workspaces(program, placed) if taken else taken
-        lowering = self._lowering(program, placed, taken, like)
+    ) -> Choice:
+        """The best way to run what was lowered."""
+        program, placed, device = lowering.program, lowering.placed, self._variant.device
         made = partial(of, program, placed, lowered=(written, lowering))
+        eager_bytes = made.keywords["eager_bytes"]
         alike = [one for one in searched if _has_same_calls(one.program, program)]
         size = math.log(max(eager_bytes, 1))
-        nearest = min(
+        like = min(
             alike,
             key=lambda one: abs(math.log(max(one.eager_bytes, 1)) - size),
             default=None,
         )
         best = None
-        if nearest is not None and self._streams == 1:
-            best = self._as_before(nearest, lowering, made)
+        if like is not None and self._streams == 1:
+            best = self._as_before(like, lowering, made)
         if best is None:
             best = self._best_way(lowering, made, self._pool, eager_bytes)
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
         # The checked run holds arguments that later ones free.
-        first_bytes = extra_bytes(program, placed, variant.device) + lowering.most_saved_bytes
+        first_bytes = extra_bytes(program, placed, device) + lowering.most_saved_bytes
         if self._undoes:
             first_bytes += copied_bytes(program)
         checks_bytes = max(first_bytes, max(asked_bytes, default=0))
-        return replace(best, checks_bytes=checks_bytes), lowering
+        return replace(best, checks_bytes=checks_bytes)
 
     @property
     def needed_bytes(self) -> int:
