@@ -21,10 +21,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from roam.bench.results import Record, Row, machine, read_json, versions, write_json
 from roam.bench.run import Column, Table
@@ -172,26 +172,26 @@ def _save(row: Row) -> None:
         "settings": {},
         "rows": sorted(rows, key=lambda row: list(SUITES).index(row["suite"])),
     }
-    write_json(RESULT, record)
+    write_json(record, RESULT)
 
 
 def rows_table(record: Record) -> Table:
     """The table of docs/benchmarks/index.md."""
 
-    def plain(key: str) -> Any:
+    def plain(key: str) -> Callable[[Row], str]:
         return lambda row: str(row[key]) or "-"
 
     return Table(
         "Other libraries' tests",
         [
-            Column("tests of", lambda row: f"{row['suite']} {row['version']}"),
-            Column("pass eagerly", plain("eager"), right=True),
-            Column("pass by plan", plain("passed"), right=True),
-            Column("... in which steps ran by plan", plain("trained"), right=True),
-            Column("refused", plain("refused"), right=True),
-            Column("fail", plain("failed"), right=True),
-            Column("different", plain("different"), right=True),
-            Column("codes of the refusals", plain("codes")),
+            Column("tests of", lambda row: f"{row['suite']} {row['version']}", right=False),
+            Column("pass eagerly", plain("eager")),
+            Column("pass by plan", plain("passed")),
+            Column("... in which steps ran by plan", plain("trained")),
+            Column("refused", plain("refused")),
+            Column("fail", plain("failed")),
+            Column("different", plain("different")),
+            Column("codes of the refusals", plain("codes"), right=False),
         ],
         record["rows"],
     )
