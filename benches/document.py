@@ -3,9 +3,9 @@
 
 A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!--
 end -->`: the function of that name in `roam.bench.paper` makes it of `docs/benchmarks/paper.json`.
-Where `roam.bench` has no such module, it lies beside this file. Of results with a hyphen in the name
-(`suite-first.json`) what stands before it names the module. What stands between the comments is
-replaced.
+Where `roam.bench` has no such module, it lies beside this file. Of results with a hyphen in the
+name (`suite-first.json`) what stands before it names the module. What stands between the comments
+is replaced.
 """
 
 from __future__ import annotations

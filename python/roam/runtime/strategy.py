@@ -360,8 +360,8 @@ class _Chooser:
         """Finds `plain`; kernels that take more than there is room for are not tried."""
         self._enough_bytes, self._room_bytes = enough_bytes, room_bytes
         variant = self._variant
-        program, placed = variant.program, variant.placed
-        taken = self._workspaces(program, placed) if self._is_real else None
+        program = variant.program
+        taken = self._workspaces(program, variant.placed) if self._is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
         searched = [one for one in earlier if one.is_searched]
         written_before, before = self._lowered_before(searched)
@@ -379,41 +379,41 @@ class _Chooser:
         once = merged(program)
         if once is not program and any(_has_same_calls(one.program, program) for one in searched):
             once = program  # it has turned out to be better
-        lowering = self._joined(once, taken, before)
-        best = self._way(lowering, searched, made, written)
+        placed, lowering = self._joined(once, taken, before)
+        best = self._way(placed, lowering, searched, made, written)
         if once is not program and best.is_searched:
             # What runs once lives longer, but rarely at the moment that counts.
-            other = self._joined(program, taken, before)
+            placed, other = self._joined(program, taken, before)
             quick = _core.optimize(other.graph(pool=False), exact="off", time_limit_s=0.0)
             if quick.total_lower_bound_bytes < best.total_bytes:
-                way = self._way(other, searched, made, written)
+                way = self._way(placed, other, searched, made, written)
                 if way.total_bytes < best.total_bytes:
                     best, lowering = way, other
         self.plain, self._lowered = best, lowering
 
     def _joined(
         self, program: Program, taken: dict[int, int] | None, like: Lowering | None
-    ) -> Lowering:
-        """A program lowered with the kernels that its calls become; `taken` is what those of the
-        variant's own program take for themselves.
+    ) -> tuple[list[Placed | None], Lowering]:
+        """How the kernels write that a program's calls become, and the program lowered with them;
+        `taken` is what those of the variant's own program take for themselves.
         """
-        variant = self._variant
+        variant, placed = self._variant, self._variant.placed
         program = fused(program, variant.device)
-        if program is variant.program:
-            return self._lowering(program, variant.placed, taken, like)
-        placed = placed_calls(program, variant.device)
-        taken = self._workspaces(program, placed) if taken else taken
-        return self._lowering(program, placed, taken, like)
+        if program is not variant.program:
+            placed = placed_calls(program, variant.device)
+            taken = self._workspaces(program, placed) if taken else taken
+        return placed, self._lowering(program, placed, taken, like)
 
     def _way(
         self,
+        placed: list[Placed | None],
         lowering: Lowering,
         searched: list[Choice],
         of: Callable[..., Choice],
         written: Lowering | None,
     ) -> Choice:
         """The best way to run what was lowered."""
-        program, placed, device = lowering.program, lowering.placed, self._variant.device
+        program, device = lowering.program, self._variant.device
         made = partial(of, program, placed, lowered=(written, lowering))
         eager_bytes = made.keywords["eager_bytes"]
         alike = [one for one in searched if _has_same_calls(one.program, program)]
