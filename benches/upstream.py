@@ -35,7 +35,7 @@ SUITES: dict[str, tuple[str, str, list[str]]] = {
     "transformers": ("transformers", "transformers-*", ["tests/trainer"]),
     "lightning": ("lightning", "*lightning-*", ["tests/tests_pytorch"]),
     "timm": ("timm", "timm-*", ["tests/test_optim.py"]),
-    "peft": ("peft", "peft-*", ["tests/test_custom_models.py", "-k", "train"]),
+    "peft": ("peft", "peft-*", ["tests/test_custom_models.py", "-k", "only_params_are_updated"]),
     "accelerate": (
         "accelerate",
         "accelerate-*",
@@ -50,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--every", type=int, default=1, help="run one test in so many")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one test")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -59,7 +60,9 @@ def main() -> int:
         if not found:
             print(f"{name}: no {pattern}/{asked[0]} in {folder}")
             continue
-        run = _Runs(found[0], folder / f"upstream-{name}", asked, arguments.timeout)
+        run = _Runs(
+            found[0], folder / f"upstream-{name}", asked, arguments.timeout, arguments.every
+        )
         _save(run.row(name, version(distribution)))
         print(run.report())
     return 0
@@ -68,8 +71,11 @@ def main() -> int:
 class _Runs:
     """The runs of one suite."""
 
-    def __init__(self, where: Path, records: Path, asked: list[str], timeout_s: int) -> None:
-        self.where, self.records, self.asked, self.timeout_s = where, records, asked, timeout_s
+    def __init__(
+        self, where: Path, records: Path, asked: list[str], timeout_s: int, every: int
+    ) -> None:
+        self.where, self.records, self.asked = where, records, asked
+        self.timeout_s, self.every = timeout_s, every
         self.eager: dict[str, Row] = {}
         self.planned: dict[str, Row] = {}
 
@@ -89,6 +95,8 @@ class _Runs:
         return {
             "suite": name,
             "version": installed,
+            "asked": " ".join(self.asked),
+            "every": self.every,
             "tests": len(self.eager),
             "eager": len(passed),
             "passed": outcomes["passed"],
@@ -143,7 +151,9 @@ class _Runs:
                 [str(ROOT / "benches"), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
         }
-        if tests is not None:
+        if tests is None:
+            environment["UPSTREAM_EVERY"] = str(self.every)
+        else:
             only = self.records.with_suffix(".only")
             only.write_text("\n".join(tests), encoding="utf-8")
             environment["UPSTREAM_ONLY"] = str(only)
@@ -185,6 +195,9 @@ def rows_table(record: Record) -> Table:
         "Other libraries' tests",
         [
             Column("tests of", lambda row: f"{row['suite']} {row['version']}", right=False),
+            Column(
+                "of the tests", lambda row: f"{row['asked']}, one in {row['every']}", right=False
+            ),
             Column("pass eagerly", plain("eager")),
             Column("pass by plan", plain("passed")),
             Column("... in which steps ran by plan", plain("trained")),

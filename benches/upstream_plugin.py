@@ -12,7 +12,8 @@ It puts three things into a test suite, which stays as it is on disk:
 
 The variable ``UPSTREAM_MODE`` is ``plan`` or ``eager``. In eager mode the same places are
 instrumented, and nothing is compiled. ``UPSTREAM_RECORD`` names the file to which each test adds a
-line, and ``UPSTREAM_ONLY`` a file with the tests to run, one id a line.
+line, ``UPSTREAM_ONLY`` a file with the tests to run, one id a line, and ``UPSTREAM_EVERY`` a
+number: of so many tests one runs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from roam.runtime import Step
 IS_PLANNED = os.environ.get("UPSTREAM_MODE") == "plan"
 RECORD = os.environ.get("UPSTREAM_RECORD")
 ONLY = os.environ.get("UPSTREAM_ONLY")
+EVERY = int(os.environ.get("UPSTREAM_EVERY", "1"))
 _MOST_TRACED = 10
 """How many calls of one loop's body are traced."""
 _TIMES = ("runtime", "_per_second", "time", "flos", "memory")
@@ -364,6 +366,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = items[::EVERY]
     if ONLY:
         wanted = set(Path(ONLY).read_text(encoding="utf-8").splitlines())
         others = [item for item in items if item.nodeid not in wanted]
