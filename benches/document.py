@@ -3,14 +3,16 @@
 
 A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!--
 end -->`: the function of that name in `roam.bench.paper` makes it of `docs/benchmarks/paper.json`.
-Of results with a hyphen in the name (`suite-first.json`) what stands before it names the module.
-What stands between the comments is replaced.
+Where `roam.bench` has no such module, it lies beside this file. Of results with a hyphen in the
+name (`suite-first.json`) what stands before it names the module. What stands between the comments
+is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -53,7 +55,9 @@ def _table(bench: str, function: str) -> str:
 
 
 def _module(bench: str) -> ModuleType:
-    return importlib.import_module(f"roam.bench.{bench.partition('-')[0]}")
+    name = bench.partition("-")[0]
+    is_of_command = importlib.util.find_spec(f"roam.bench.{name}") is not None
+    return importlib.import_module(f"roam.bench.{name}" if is_of_command else name)
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
+from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.program.releases import Release
@@ -359,8 +360,8 @@ class _Chooser:
         """Finds `plain`; kernels that take more than there is room for are not tried."""
         self._enough_bytes, self._room_bytes = enough_bytes, room_bytes
         variant = self._variant
-        program, placed = variant.program, variant.placed
-        taken = self._workspaces(program, placed) if self._is_real else None
+        program = variant.program
+        taken = self._workspaces(program, variant.placed) if self._is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
         searched = [one for one in earlier if one.is_searched]
         written_before, before = self._lowered_before(searched)
@@ -372,19 +373,49 @@ class _Chooser:
         else:
             in_order = _core.baseline(eager_graph, reuse=False)
         eager_bytes = eager_graph.persistent_bytes + in_order.peak_bytes
-        if (joined := fused(program, variant.device)) is not program:
-            program, placed = joined, placed_calls(joined, variant.device)
-            taken = self._workspaces(program, placed) if taken else taken
-        lowering = self._lowering(program, placed, taken, before)
         made = partial(
-            Choice,
-            program,
-            placed,
-            eager_graph=eager_graph,
-            eager_bytes=eager_bytes,
-            kernel_bytes=kernel_bytes,
-            lowered=(written, lowering),
+            Choice, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
         )
+        once = merged(program)
+        if once is not program and any(_has_same_calls(one.program, program) for one in searched):
+            once = program  # it has turned out to be better
+        placed, lowering = self._joined(once, taken, before)
+        best = self._way(placed, lowering, searched, made, written)
+        if once is not program and best.is_searched:
+            # What runs once lives longer, but rarely at the moment that counts.
+            placed, other = self._joined(program, taken, before)
+            quick = _core.optimize(other.graph(pool=False), exact="off", time_limit_s=0.0)
+            if quick.total_lower_bound_bytes < best.total_bytes:
+                way = self._way(placed, other, searched, made, written)
+                if way.total_bytes < best.total_bytes:
+                    best, lowering = way, other
+        self.plain, self._lowered = best, lowering
+
+    def _joined(
+        self, program: Program, taken: dict[int, int] | None, like: Lowering | None
+    ) -> tuple[list[Placed | None], Lowering]:
+        """How the kernels write that a program's calls become, and the program lowered with them;
+        `taken` is what those of the variant's own program take for themselves.
+        """
+        variant, placed = self._variant, self._variant.placed
+        program = fused(program, variant.device)
+        if program is not variant.program:
+            placed = placed_calls(program, variant.device)
+            taken = self._workspaces(program, placed) if taken else taken
+        return placed, self._lowering(program, placed, taken, like)
+
+    def _way(
+        self,
+        placed: list[Placed | None],
+        lowering: Lowering,
+        searched: list[Choice],
+        of: Callable[..., Choice],
+        written: Lowering | None,
+    ) -> Choice:
+        """The best way to run what was lowered."""
+        program, device = lowering.program, self._variant.device
+        made = partial(of, program, placed, lowered=(written, lowering))
+        eager_bytes = made.keywords["eager_bytes"]
         alike = [one for one in searched if _has_same_calls(one.program, program)]
         size = math.log(max(eager_bytes, 1))
         like = min(
@@ -399,11 +430,11 @@ class _Chooser:
             best = self._best_way(lowering, made, self._pool, eager_bytes)
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
         # The checked run holds arguments that later ones free.
-        first_bytes = extra_bytes(program, placed, variant.device) + lowering.most_saved_bytes
+        first_bytes = extra_bytes(program, placed, device) + lowering.most_saved_bytes
         if self._undoes:
             first_bytes += copied_bytes(program)
         checks_bytes = max(first_bytes, max(asked_bytes, default=0))
-        self.plain, self._lowered = replace(best, checks_bytes=checks_bytes), lowering
+        return replace(best, checks_bytes=checks_bytes)
 
     @property
     def needed_bytes(self) -> int:
