@@ -764,6 +764,25 @@ def test_setting_an_environment_variable_in_the_step_is_refused(monkeypatch: Any
     assert os.environ[SCALE] == "1"
 
 
+# -- what modules of libraries keep
+
+
+def test_values_of_a_librarys_module_that_the_step_names_are_guarded(monkeypatch: Any) -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return train(net, optimizer, x * (2 if "--double" in sys.argv else 1))
+
+    def change(my: Any) -> Any:
+        value = iter([["x"], ["x"], ["x"], ["x", "--double"], ["x", "--double"], ["x"]])
+
+        def block() -> Any:
+            monkeypatch.setattr(sys, "argv", next(value))
+            return nullcontext()
+
+        return block
+
+    check(change, False, step)
+
+
 # -- code that no name leads to
 
 FACTORS = {"now": 0.5}
