@@ -823,6 +823,25 @@ def test_a_step_that_seeds_a_generator_of_pythons_is_refused_at_the_first_call(s
     assert caught.value.code == "moved"
 
 
+# -- what modules of libraries keep
+
+
+def test_values_of_a_librarys_module_that_the_step_names_are_guarded(monkeypatch: Any) -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return train(net, optimizer, x * (2 if "--double" in sys.argv else 1))
+
+    def change(my: Any) -> Any:
+        value = iter([["x"], ["x"], ["x"], ["x", "--double"], ["x", "--double"], ["x"]])
+
+        def block() -> Any:
+            monkeypatch.setattr(sys, "argv", next(value))
+            return nullcontext()
+
+        return block
+
+    check(change, False, step)
+
+
 # -- code that no name leads to
 
 FACTORS = {"now": 0.5}

@@ -481,6 +481,40 @@ class TestRefusals:
         assert "chance" not in str(refused(body, *MASKS[0]))
 
 
+CAUGHT: dict[str, tuple[Body, Any, Any]] = {
+    "bincount": (
+        lambda model, places: torch.bincount(places), torch.tensor([0, 3]), torch.tensor([0, -1])
+    ),
+    "repeat_interleave": (
+        lambda model, places: torch.repeat_interleave(torch.arange(2), places),
+        torch.tensor([1, 3]), torch.tensor([1, -1]),
+    ),
+    "pack_padded_sequence": (
+        lambda model, lengths: pack_padded_sequence(torch.ones(2, 4, 1), lengths, True).data,
+        torch.tensor([4, 2]), torch.tensor([4, 0]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("operator", "good", "bad"), CAUGHT.values(), ids=list(CAUGHT))
+@pytest.mark.parametrize(
+    "order", [(0, 0, 1, 0, 1), (1, 1, 0, 1, 0)], ids=["good first", "bad first"]
+)
+def test_an_error_that_the_step_catches_is_asked_for_again(
+    operator: Body, good: Any, bad: Any, order: tuple[int, ...]
+) -> None:
+    def body(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        try:
+            made = operator(model, given).float().sum()
+        except RuntimeError:
+            made = torch.tensor(-1.0)
+        return (model(torch.ones(2, 4)) * made).square().mean()
+
+    step = same(body, [((good, bad)[number],) for number in order])
+    assert len({name for name, _ in step.plans}) <= 2
+    assert len(step.plans) <= 4
+
+
 def test_many_plans_for_one_reason_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 4)
     step = roam.compile(lambda x, mask: model(x)[mask].sum().backward())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import configparser
+import glob
 import gzip
+import linecache
 import lzma
+import os
 import shutil
 import threading
 import zipfile
@@ -49,12 +52,64 @@ def test_a_step_that_opens_a_file_is_refused(use: Callable[[Path], Any], tmp_pat
         use(path)
         return weight.grad + 0
 
-    with pytest.raises(roam.CaptureError, match=r"opens '.*file'.*arguments") as caught:
+    with pytest.raises(roam.CaptureError, match=r"(opens|asks the file system for) '.*file'.*argument") as caught:
         roam.compile(step)()
     assert caught.value.code == "file"
     assert caught.value.source.startswith(__file__)
     assert weight.grad is None
     assert not path.exists()
+
+
+ASKING: dict[str, Callable[[Path], Any]] = {
+    "exists": lambda path: os.path.exists(path),
+    "lexists": lambda path: os.path.lexists(path),
+    "isfile": lambda path: os.path.isfile(path),
+    "getmtime": lambda path: os.path.exists(path) and os.path.getmtime(path),
+    "access": lambda path: os.access(path, os.R_OK),
+    "listdir": lambda path: os.listdir(path.parent),
+    "scandir": lambda path: list(os.scandir(path.parent)),
+    "walk": lambda path: list(os.walk(path.parent)),
+    "glob": lambda path: glob.glob(f"{path}*"),
+    "Path.exists": lambda path: path.exists(),
+    "Path.is_dir": lambda path: path.is_dir(),
+    "Path.glob": lambda path: list(path.parent.glob("*")),
+    "Path.iterdir": lambda path: list(path.parent.iterdir()),
+}
+CHANGING: dict[str, Callable[[Path], Any]] = {
+    "makedirs": lambda path: os.makedirs(path, exist_ok=True),
+    "remove": lambda path: os.remove(path.parent / "kept"),
+    "replace": lambda path: os.replace(path.parent / "kept", path),
+    "Path.mkdir": lambda path: path.mkdir(),
+    "Path.touch": lambda path: path.touch(),
+    "Path.unlink": lambda path: (path.parent / "kept").unlink(),
+    "rmtree": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("use", [*ASKING.values(), *CHANGING.values()], ids=[*ASKING, *CHANGING])
+def test_a_step_that_asks_the_file_system_or_changes_it_is_refused(
+    use: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "kept").write_text("")
+
+    def step() -> torch.Tensor:
+        return torch.ones(2) * (2 if use(tmp_path / "file") else 1)
+
+    with pytest.raises(roam.CaptureError, match=r"pass what the step has to know") as caught:
+        roam.compile(step)()
+    assert caught.value.code == "file"
+    assert caught.value.source.startswith(__file__)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_libraries_may_ask_the_file_system() -> None:
+    @roam.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        linecache.checkcache(__file__)
+        return x * 2
+
+    for _ in range(2):
+        assert step(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_a_file_in_a_branch_is_refused_when_the_branch_is_taken(tmp_path: Path) -> None:

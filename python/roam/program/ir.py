@@ -316,9 +316,21 @@ class ComputedGuard:
 
     def _is_answered(self, values: list[Any], answer: Any) -> bool:
         try:
-            return is_same_answer(self.ask(values), answer)
-        except Exception:  # noqa: BLE001 - values that the step's kernels do not take; the step itself raises it when it is captured
-            return False
+            now = self.ask(values)
+        except Exception as error:  # noqa: BLE001 - values that the step's kernels do not take
+            now = raised(type(error))
+        return is_same_answer(now, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The answer of a computed guard that raises an error, which the step's code catches."""
+
+    kind: type[Exception]
+
+
+raised = functools.cache(Raised)
+"""Returns the same answer for a class of errors each time."""
 
 
 def is_same_answer(one: Any, other: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Guards of what a traced step used but does not hold: the libraries' code that it ran, environment
-variables, and whether loggers were enabled.
+"""Guards of what a traced step used but does not hold: the libraries' code that it ran, settings in
+their modules, environment variables, and whether loggers were enabled.
 
 A function of a module, a method of a class, or an environment variable may be replaced between two
 calls, and the level of a logger set. The trace notes which of them it used, and a guard compares
@@ -31,6 +31,8 @@ _FUNCTIONS: Final = (
     staticmethod, classmethod, property,
 )  # fmt: skip
 _CODE: Final = (*_FUNCTIONS, type, types.ModuleType)
+_SETTINGS: Final = (bool, int, float, str, bytes, tuple, list, dict, type(None))
+"""What a module of a library may keep for those who use it, such as `sys.argv`."""
 _SEARCHED: Final = 4
 """How many names deep a function is looked for in modules: `torch.nn.functional.relu`."""
 Names = dict[str, Any]
@@ -191,7 +193,7 @@ class Reliance:
             holders.setdefault(identity, (path, holder, {}))[2][name] = None
 
         for code, names in self.code.items():
-            for path, holder, name in _named(code, names):
+            for path, holder, name in _named(code, names, _kinds_read(code, names)):
                 note(path, holder, id(holder), name)
         self._classes = list(
             dict.fromkeys(chain(_classes_of(reach), _classes_around(self.code), (torch.Tensor,)))
@@ -290,17 +292,25 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.itemgetter(*names)
 
 
-def _named(code: types.CodeType, names: Names) -> Iterator[tuple[str, Names, str]]:
+def _kinds_read(code: types.CodeType, names: Names) -> tuple[type, ...]:
+    """Of what code could take from its globals, and from modules among them, what is compared."""
+    return _CODE if is_library_code(code, names) else (*_CODE, *_SETTINGS)
+
+
+def _named(
+    code: types.CodeType, names: Names, kinds: tuple[type, ...] = _CODE
+) -> Iterator[tuple[str, Names, str]]:
     """(path, holder, name) of each function, class and module that code could take from its
-    globals, and from modules among them.
+    globals, and from modules among them; of modules of libraries, everything of these kinds.
     """
     found = list(_names_in(code))
     waiting, seen = [(str(names.get("__name__")), names, 0)], {id(names)}
     while waiting:
         path, holder, depth = waiting.pop()
         for name in found:
-            value = holder.get(name)
-            if not issubclass(type(value), _CODE):  # no proxy is asked
+            value = holder.get(name, MISSING)
+            of_library = depth > 0 and is_library(holder.get("__name__"))
+            if not issubclass(type(value), kinds if of_library else _CODE):  # no proxy is asked
                 continue
             yield path, holder, name
             if (

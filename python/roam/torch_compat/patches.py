@@ -62,6 +62,14 @@ _SCALER = "gradient scalers skip updates by a number that a run knows"
 _NO_SCALER = "whether an update is skipped is frozen as it was at capture"
 _COLLECTIVE = "collectives that begin with pickling are refused by name"
 _NO_COLLECTIVE = "processes wait for each other while one of them captures"
+_FILES = "what a step asks of the file system, or changes there, is refused"
+_NO_FILES = "a plan keeps the file system's first answer, and changes nothing there any more"
+FILES_ASKED: Final = ("access", "iterdir", "listdir", "lstat", "readlink", "scandir", "stat")
+"""Functions of `os`, and methods of paths, to which those that look for files lead."""
+FILES_CHANGED: Final = (
+    "chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "touch", "truncate", "unlink", "utime",
+)  # fmt: skip
+"""The same of those that change what is there."""
 _SPREAD_RANDOM = (
     "random operators on distributed tensors that move the generator's state are refused"
 )
@@ -211,6 +219,8 @@ PATCHES: Final = (
     # Processes and the environment.
     *(Patch(module, ("open",), "a step that opens files is refused", "what it reads is frozen, and what it writes is lost")
       for module in ("builtins", "io")),
+    Patch("os", (*FILES_ASKED, *FILES_CHANGED), _FILES, _NO_FILES, optional=True),
+    Patch("pathlib.Path", (*FILES_ASKED, *FILES_CHANGED), _FILES, _NO_FILES, optional=True),
     Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                                 "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),
     Patch("torch._C._distributed_c10d.Work", ("get_future", "result"), "the handles of recorded collectives hold no results",

@@ -1,10 +1,11 @@
-"""Refuses files that a step opens: a run of a plan would neither read nor write them."""
+"""Refuses files that a step opens, asks for, or changes: a run of a plan would do none of this."""
 
 from __future__ import annotations
 
 import builtins
 import io
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -14,11 +15,12 @@ from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.source_location import shown_path
 from roam.program.ir import Source
 from roam.state.library_code import is_in, is_library_code
+from roam.torch_compat.patches import FILES_ASKED, FILES_CHANGED
 from roam.torch_compat.private import dispatch_modes
 
 _FOR_OTHERS: Final = (
-    "bz2", "codecs", "configparser", "fileinput", "gzip", "lzma", "pathlib", "shutil", "zipfile",
-    "PIL", "numpy", "pandas", "scipy", "torch.serialization",
+    "bz2", "codecs", "configparser", "fileinput", "genericpath", "glob", "gzip", "lzma", "ntpath", "os", "pathlib",
+    "posixpath", "shutil", "tempfile", "zipfile", "PIL", "numpy", "pandas", "scipy", "torch.serialization",
 )  # fmt: skip
 """Modules that open the files of those who call them. Other libraries that roam knows open files of
 their own, such as caches.
@@ -46,9 +48,32 @@ def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[...,
     for module in (builtins, io):
         yield module, "open", opening
 
+    def using(plain: Callable[..., Any], does: str) -> Callable[..., Any]:
+        def used(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            caller = _caller(sys._getframe(2))
+            if caller is not None and not isinstance(path, int) and recorder in dispatch_modes():
+                recorder.refuse(
+                    f"the step {does} {os.fspath(path)!r}, and a plan's run would not do it again; do this outside of the step, "
+                    "and pass what the step has to know as an argument",
+                    code="file",
+                    source=Source("", shown_path(caller.f_code.co_filename), caller.f_lineno),
+                )
+            return plain(path, *args, **kwargs)
+
+        return used
+
+    for holder in (os, pathlib.Path):
+        for names, does in (
+            (FILES_ASKED, "asks the file system for"),
+            (FILES_CHANGED, "changes the file"),
+        ):
+            for name in names:
+                if name in vars(holder):
+                    yield holder, name, using(vars(holder)[name], does)
+
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The user's code that opens a file; None if a library opens one of its own."""
+    """The user's code that uses a file; None if a library uses one of its own."""
     while frame is not None and is_in(str(frame.f_globals.get("__name__")), _FOR_OTHERS):
         frame = frame.f_back
     if frame is None or is_library_code(frame.f_code, frame.f_globals):

@@ -45,6 +45,7 @@ from roam.program.ir import (
     Program,
     Ref,
     Source,
+    raised,
     ref_to,
 )
 from roam.state.equality import MISSING, is_numpy_float
@@ -554,7 +555,13 @@ class Values(Slots):
         """A guard's answer, for which the program then holds; None if there is none."""
         if guard is None:
             return None
-        answer = self._asked(guard)
+        try:
+            answer = self._asked(guard)
+        except Exception as error:
+            # The step's code may catch it, as it does in eager PyTorch.
+            if guard.inputs:
+                add_guard(self.program, self._forms, guard, raised(type(error)))
+            raise
         if guard.inputs and answer is not None:
             add_guard(self.program, self._forms, guard, answer)
         elif any(
