@@ -143,6 +143,28 @@ def _marks() -> bool:
     return isinstance(fake, torch.nn.Parameter)
 
 
+def _layouts_compared() -> bool:
+    """Whether each difference is seen."""
+    one = torch.ones(2, 3, dtype=torch.complex64)
+    check = private.layout_check([one, one.clone()])
+    with torch.no_grad():
+        is_blind = private.layout_check([one]) is not None
+    with torch.inference_mode():
+        is_blind |= private.layout_check([one]) is not None
+        inference = torch.ones_like(one)
+    others = [
+        torch.nn.Parameter(one), one.to(torch.complex128), one.to("meta"), one[:1], one.t().contiguous().t(), one.conj(),
+        one._neg_view(), inference, one.clone().requires_grad_(),
+    ]  # fmt: skip
+    assert check is not None
+    return (
+        check(one.clone(), one.clone())
+        and not is_blind
+        and not check(one, one)
+        and not any(check(one, other) for other in others)
+    )
+
+
 def _hooked() -> bool:
     leaf = torch.ones(2, requires_grad=True)
     none = private.hooks_of(leaf) is None and private.gradient_hooks_of(leaf) is None
@@ -1463,6 +1485,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "joined": _in_group(_parts),
     "layout_of": _in_group(_parts),
     "local_of": _in_group(_parts),
+    "has_dtensors": _in_group(_parts),
     "is_dtensor": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
@@ -1507,6 +1530,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,
     "kernel_library_switches": _kernel_libraries,
+    "layout_check": _layouts_compared,
     "left_by_dynamo": _left,
     "mark_parameter": _marks,
     "may_compile": _limits,

@@ -6,20 +6,16 @@ which Python calls functions of C.
 
 from __future__ import annotations
 
-import functools
-import operator
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from roam.program.ir import Program
-from roam.state.containers import MappingSpace
-from roam.state.equality import MISSING
-from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference
-from roam.torch_compat.private import c_pointer, local_of
+from roam.state.references import ArgumentReference, OptimizerReference
+from roam.state.state_lookup import StateLookup, getter
+from roam.torch_compat.private import c_pointer, has_dtensors, local_of
 
 
 class Inputs:
@@ -35,19 +31,8 @@ class Inputs:
         places: dict[str, list[int]] = {"state": [], "argument": [], "other": []}
         for place, reference in enumerate(references):
             places[_kind(reference)].append(place)
-        in_state = [references[place] for place in places["state"]]
-        holders = {
-            (id(reference.optimizer), id(reference.parameter)): reference for reference in in_state
-        }
-        numbers = {key: number for number, key in enumerate(holders)}
-        self._holders = [
-            (reference.optimizer, _getter(reference.parameter)) for reference in holders.values()
-        ]
-        self._entries = [
-            numbers[id(reference.optimizer), id(reference.parameter)] for reference in in_state
-        ]
-        self._keys = [reference.key for reference in in_state]
-        self._others = [_getter(references[place]) for place in places["other"]]
+        self._lookup = StateLookup([references[place] for place in places["state"]])
+        self._others = [getter(references[place]) for place in places["other"]]
         self._arguments = [references[place] for place in places["argument"]]
         order = [*places["state"], *places["other"], *places["argument"]]
         self._in_turn = [references[place] for place in (*places["state"], *places["other"])]
@@ -80,13 +65,13 @@ class Inputs:
         process's part.
         """
         try:
-            entries = [optimizer.state.get(parameter()) for optimizer, parameter in self._holders]
-            state = map(operator.getitem, map(entries.__getitem__, self._entries), self._keys)
+            state = self._lookup.entries(self._lookup.of_parameters())
             found = [*state, *[get() for get in self._others]]
         except (LookupError, TypeError):  # something is not there
             found = [reference.get() for reference in self._in_turn]
         found += [reference.find(leaves) for reference in self._arguments]
-        return [local_of(found[place]) for place in self._places]
+        inputs = list(map(found.__getitem__, self._places))
+        return list(map(local_of, inputs)) if has_dtensors(inputs) else inputs
 
     def share_as_captured(self, inputs: list[Any]) -> bool:
         """Whether those inputs that are tensors share storages as they did at capture, and no
@@ -95,7 +80,7 @@ class Inputs:
         try:
             if self._are_where_they_were(inputs):
                 return True
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, TypeError):
             pass  # one is no tensor, or has no storage
         storages = [value.untyped_storage() for value in inputs if isinstance(value, torch.Tensor)]
         if _pattern(list(map(c_pointer, storages))) != self._sharing:
@@ -123,7 +108,10 @@ class Inputs:
         """
         if self._seen is None or not self._are_apart:
             return False
-        if [inputs[place].data_ptr() for place in self._kept] != self._seen.addresses:
+        if (
+            list(map(torch.Tensor.data_ptr, map(inputs.__getitem__, self._kept)))
+            != self._seen.addresses
+        ):
             return False
         if any(isinstance(inputs[place], torch.Tensor) for place in self._numbers):
             return False
@@ -160,18 +148,6 @@ def _kind(reference: Any) -> str:
     if isinstance(reference, OptimizerReference):
         return "state"
     return "argument" if isinstance(reference, ArgumentReference) else "other"
-
-
-def _getter(reference: Any) -> Callable[[], Any]:
-    """What `reference.get` does, without a function of Python where it is one look into a
-    dictionary.
-    """
-    if isinstance(reference, PlaceReference):
-        space = reference.space
-        if type(space).get is MappingSpace.get:
-            return functools.partial(dict.get, space.holder, reference.key, MISSING)  # type: ignore[attr-defined]
-    found: Callable[[], Any] = reference.get
-    return found
 
 
 def _pattern(storages: list[int]) -> list[int]:

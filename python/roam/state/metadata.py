@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Final
 
@@ -15,9 +15,11 @@ from roam.torch_compat.private import (
     c_pointer,
     disable_current_modes,
     gradient_hooks_of,
+    has_dtensors,
     hooks_of,
     is_dtensor,
     is_view,
+    layout_check,
     layout_of,
     local_of,
     seen_from,
@@ -152,6 +154,30 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+class LayoutCheck:
+    """Decides the usual case, in which tensors are as those that passed a longer comparison last:
+    see `layout_check`. Distributed tensors never pass.
+    """
+
+    __slots__ = ("_check", "_left")
+
+    def __init__(self) -> None:
+        self._check: Callable[..., bool] | None = None
+        self._left = 8
+        """How many more times it learns, since that takes longer than to compare."""
+
+    def passes(self, tensors: list[Any]) -> bool:
+        """Whether tensors are known to be as those that `learn` was given last."""
+        return self._check is not None and self._check(*tensors)
+
+    def learn(self, tensors: list[Any]) -> None:
+        """From now on, tensors like these pass."""
+        self._check = None
+        if self._left and not has_dtensors(tensors):
+            self._left -= 1
+            self._check = layout_check(tensors)
+
+
 class Table:
     """The metadata of many tensors, which is compared with that of others in a few passes.
 
@@ -159,9 +185,11 @@ class Table:
         tensors: the tensors. Only their metadata is kept.
     """
 
-    __slots__ = ("_are_strided", "_attributes", "_held", "_others", "_seen")
+    __slots__ = ("_are_strided", "_attributes", "_check", "_held", "_others", "_seen", "_unchecked")
 
     def __init__(self, tensors: list[Any]) -> None:
+        self._check = LayoutCheck()
+        self._unchecked: list[Any] = []
         self._seen = _seen(tensors)
         self._held = list(map(_attributes_of, tensors))
         self._attributes = _flat_attributes(tensors)
@@ -172,12 +200,20 @@ class Table:
         """Whether each of as many tensors has the metadata of the one in its place. If one of those
         that the table was made of is not strided, the answer is always False and says nothing.
         """
-        return (
+        if self._check.passes(tensors) and _unchecked(tensors) == self._unchecked:
+            return self._have_attributes(tensors)
+        fits = (
             self._are_strided
             and _seen(tensors) == self._seen
             and _others(tensors) == self._others
             and self._have_attributes(tensors)
         )
+        if fits:
+            self._unchecked = _unchecked(tensors)
+            *_, are_hooked, are_hooked_after = self._unchecked
+            if not are_hooked and not are_hooked_after:  # of hooks there is more to compare
+                self._check.learn(tensors)
+        return fits
 
     def _have_attributes(self, tensors: list[Any]) -> bool:
         counts, names, values = _flat_attributes(tensors)
@@ -212,14 +248,37 @@ def _seen(tensors: list[Any]) -> list[tuple[Any, ...]]:
 def _others(tensors: list[Any]) -> list[Any]:
     """What `metadata_of` says of strided tensors and `_seen` does not."""
     kinds = list(map(type, tensors))
-    has_dtensors = any(map(is_dtensor, tensors))
     views = [place for place, found in enumerate(map(is_view, tensors)) if found]
     return [
         kinds,
-        list(map(layout_over_devices, tensors)) if has_dtensors else [],
+        list(map(layout_over_devices, tensors)) if has_dtensors(tensors) else [],
         [place for place in views if is_cut_off(tensors[place])],
         *[list(map(method, tensors)) for method in _METHODS],
         *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
+    ]
+
+
+_NOT_CHECKED: Final = operator.attrgetter("requires_grad", "is_leaf", "retains_grad", "grad_dtype")
+
+
+def _unchecked(tensors: list[Any]) -> list[Any]:
+    """What `_seen` and `_others` say of strided tensors without hooks, and `layout_check` does
+    not.
+    """
+    try:
+        seen = list(map(_NOT_CHECKED, tensors))
+    except RuntimeError:  # as in `gradient_dtype`
+        seen = [
+            (gradient_dtype(tensor), tensor.requires_grad, tensor.is_leaf, tensor.retains_grad)
+            for tensor in tensors
+        ]
+    views = [place for place, found in enumerate(map(is_view, tensors)) if found]
+    return [
+        seen,
+        [place for place in views if is_cut_off(tensors[place])],
+        list(map(torch.Tensor.storage_offset, tensors)),
+        any(map(hooks_of, tensors)),
+        any(map(gradient_hooks_of, tensors)),
     ]
 
 

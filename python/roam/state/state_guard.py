@@ -14,6 +14,7 @@ import torch
 
 from roam.state.containers import FrozenSpace
 from roam.state.equality import MISSING, changed, show
+from roam.state.metadata import LayoutCheck
 from roam.state.references import (
     GradientReference,
     OptimizerReference,
@@ -23,6 +24,7 @@ from roam.state.references import (
     filled_entries,
     is_filled,
 )
+from roam.state.state_lookup import StateLookup, getter
 from roam.torch_compat.private import layout_of, local_of
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
@@ -51,26 +53,20 @@ class StateGuard:
         in_state = [
             reference for reference, _ in pairs if isinstance(reference, OptimizerReference)
         ]
-        self._others = [
+        others = [
             reference for reference, _ in pairs if not isinstance(reference, OptimizerReference)
         ]
         self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], OptimizerReference))
         self._state_keys = list(state_keys)
         filled = [
-            ((id(keys.optimizer), id(place)), keys, place, names)
+            (keys.optimizer, place, names)
             for keys in self._state_keys
             for place, names in keys.filled
         ]
-        # Those with keys come first.
-        holders = {holder: (keys.optimizer, place) for holder, keys, place, _ in filled}
         self._names = [names for *_, names in filled]
-        holders |= {
-            _holder(reference): (reference.optimizer, reference.parameter) for reference in in_state
-        }
-        places = {holder: place for place, holder in enumerate(holders)}
-        self._holders = list(holders.values())
-        self._places = [places[_holder(reference)] for reference in in_state]
-        self._keys = [reference.key for reference in in_state]
+        self._lookup = StateLookup(in_state, [(optimizer, place) for optimizer, place, _ in filled])
+        self._others = [getter(reference) for reference in others]
+        self._check = LayoutCheck()
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
         self._layouts = [kind[4] for _, kind in self._expected]
@@ -80,6 +76,8 @@ class StateGuard:
         try:
             # In the usual case a few passes over all at once decide.
             found = self._tensors()
+            if self._check.passes(found) and not any(map(_count_failure, self._state_keys)):
+                return None
             tensors = list(map(local_of, found))
             if (
                 list(map(layout_of, found)) == self._layouts
@@ -87,6 +85,7 @@ class StateGuard:
                 and list(map(torch.Tensor.stride, tensors)) == self._strides
                 and not any(map(_count_failure, self._state_keys))
             ):
+                self._check.learn(found)
                 return None
         except (AttributeError, LookupError, TypeError, RuntimeError):
             pass  # one is not there, or is no tensor with strides
@@ -122,18 +121,10 @@ class StateGuard:
         Raises:
             LookupError, TypeError: where one holds nothing, or state has other keys.
         """
-        entries: list[Any] = [
-            optimizer.state.get(place.get()) for optimizer, place in self._holders
-        ]
+        entries = self._lookup.of_parameters()
         if not all(map(operator.eq, map(dict.keys, entries), self._names)):
             raise LookupError
-        found = list(map(operator.getitem, map(entries.__getitem__, self._places), self._keys))
-        return [*found, *[reference.get() for reference in self._others]]
-
-
-def _holder(reference: OptimizerReference) -> tuple[int, int]:
-    """A key that is equal for all that an optimizer keeps of one parameter."""
-    return id(reference.optimizer), id(reference.parameter)
+        return [*self._lookup.entries(entries), *[get() for get in self._others]]
 
 
 def _keys_failure(keys: StateKeys) -> str | None:

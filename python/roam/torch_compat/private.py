@@ -113,6 +113,23 @@ def on_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor.detach()))
 
 
+def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function that takes as many tensors, and says in one pass of C++ whether each has the
+    class, dtype, device, sizes, strides, and conjugate, negative and inference bits of the one in
+    its place. It says no of tensors among which one comes twice. It does not keep the tensors.
+
+    None where the answers would miss differences: while gradients are off or in inference mode,
+    which hide what they change.
+    """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return None
+    from torch._C._dynamo.guards import TensorGuards
+
+    made = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    found: Callable[..., bool] = made.check
+    return found
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd sees a tensor as a view of another."""
     return tensor._is_view()
@@ -162,6 +179,12 @@ def is_dtensor(value: object) -> bool:
     return type(value) not in _COMMON and _is_named(value, "torch.distributed.tensor", "DTensor")
 
 
+def has_dtensors(values: Sequence[object]) -> bool:
+    """Whether any of many values is one."""
+    kinds = set(map(type, values)) - _COMMON
+    return any(_is_kind_named(kind, "torch.distributed.tensor", "DTensor") for kind in kinds)
+
+
 def dtensor_class() -> Any:
     """The class of distributed tensors; None if nothing has imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -176,7 +199,10 @@ def is_pending(value: object) -> bool:
 
 def _is_named(value: object, module: str, name: str) -> bool:
     """Whether a value's class has this name, in a module that may not have been imported."""
-    kind = type(value)
+    return _is_kind_named(type(value), module, name)
+
+
+def _is_kind_named(kind: type, module: str, name: str) -> bool:
     return kind.__name__ == name and kind.__module__ == module
 
 
@@ -1516,6 +1542,7 @@ __all__ = [
     "gradient_hooks_of",
     "graph_task",
     "guarded_places",
+    "has_dtensors",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
@@ -1551,6 +1578,7 @@ __all__ = [
     "keeping_equal_nodes",
     "kept_buckets",
     "kernel_library_switches",
+    "layout_check",
     "layout_of",
     "layout_rules",
     "leaves_callee",

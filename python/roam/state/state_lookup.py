@@ -1,0 +1,78 @@
+"""Looks up what references hold, many at once, in passes in which Python calls functions of C."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from roam.state.containers import MappingSpace
+from roam.state.equality import MISSING
+from roam.state.references import OptimizerReference, PlaceReference
+
+
+def getter(reference: Any) -> Callable[[], Any]:
+    """What `reference.get` does, without a function of Python where it is one look into a
+    dictionary.
+    """
+    if isinstance(reference, PlaceReference):
+        space = reference.space
+        if type(space).get is MappingSpace.get:
+            return functools.partial(dict.get, space.holder, reference.key, MISSING)  # type: ignore[attr-defined]
+    found: Callable[[], Any] = reference.get
+    return found
+
+
+class StateLookup:
+    """Finds entries of optimizers' state.
+
+    Args:
+        references: those of the entries.
+        also: further parameters of which the state is looked up, as (optimizer, place). They come
+            first in what `of_parameters` returns.
+    """
+
+    def __init__(
+        self, references: Sequence[OptimizerReference], also: Iterable[tuple[Any, Any]] = ()
+    ) -> None:
+        named = [*also, *((one.optimizer, one.parameter) for one in references)]
+        parameters: dict[tuple[int, int], tuple[Any, Any]] = {}
+        for optimizer, place in named:
+            parameters.setdefault((id(optimizer), id(place)), (optimizer, place))
+        places = {key: place for place, key in enumerate(parameters)}
+        self._runs: list[tuple[Any, list[Callable[[], Any]]]] = []
+        """Each optimizer with parameters that follow one another."""
+        for optimizer, place in parameters.values():
+            if not self._runs or self._runs[-1][0] is not optimizer:
+                self._runs.append((optimizer, []))
+            self._runs[-1][1].append(getter(place))
+        self._places = [places[id(one.optimizer), id(one.parameter)] for one in references]
+        self._keys = [one.key for one in references]
+
+    def of_parameters(self) -> list[Any]:
+        """What optimizers keep of each parameter, each once; None where they keep nothing.
+
+        Raises:
+            TypeError: a parameter's place holds what cannot be a key.
+        """
+        found: list[Any] = []
+        for optimizer, getters in self._runs:
+            state, parameters = optimizer.state, [get() for get in getters]
+            # A step usually finds the parameters in their order, and hashing tensors takes longer.
+            if len(state) == len(parameters) and all(map(operator.is_, state, parameters)):
+                found += state.values()
+            else:
+                found += map(state.get, parameters)
+        return found
+
+    def entries(self, of_parameters: list[Any]) -> list[Any]:
+        """The entries of the references, in their order.
+
+        Args:
+            of_parameters: what the function of this name found.
+
+        Raises:
+            LookupError, TypeError: one is not there.
+        """
+        return list(map(operator.getitem, map(of_parameters.__getitem__, self._places), self._keys))
