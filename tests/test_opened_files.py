@@ -52,7 +52,9 @@ def test_a_step_that_opens_a_file_is_refused(use: Callable[[Path], Any], tmp_pat
         use(path)
         return weight.grad + 0
 
-    with pytest.raises(roam.CaptureError, match=r"(opens|asks the file system for) '.*file'.*argument") as caught:
+    with pytest.raises(
+        roam.CaptureError, match=r"(opens|asks the file system for) '.*file'.*argument"
+    ) as caught:
         roam.compile(step)()
     assert caught.value.code == "file"
     assert caught.value.source.startswith(__file__)

@@ -281,7 +281,8 @@ class ComputedGuard:
 
     def ask(self, values: list[Any]) -> Any:
         """The answer for values of the inputs; None if one is fake or not there and nobody can
-        say.
+        say. Where this raises an error that the step's code catches, the answer that a program
+        keeps is the error's class.
         """
         value = self.value(values)
         return value.item() if isinstance(value, torch.Tensor) else value
@@ -318,19 +319,8 @@ class ComputedGuard:
         try:
             now = self.ask(values)
         except Exception as error:  # noqa: BLE001 - values that the step's kernels do not take
-            now = raised(type(error))
+            now = type(error)
         return is_same_answer(now, answer)
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """The answer of a computed guard that raises an error, which the step's code catches."""
-
-    kind: type[Exception]
-
-
-raised = functools.cache(Raised)
-"""Returns the same answer for a class of errors each time."""
 
 
 def is_same_answer(one: Any, other: Any) -> bool:

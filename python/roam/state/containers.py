@@ -8,7 +8,7 @@ import types
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -93,10 +93,9 @@ class BytesSpace(Space):
         return [("", memoryview(self.holder).tobytes())]
 
     def put(self, items: Items) -> None:
-        held: Any = items[0][1]
-        self.holder[:] = (
-            held if issubclass(type(self.holder), bytearray) else array(self.holder.typecode, held)
-        )
+        held, holder = items[0][1], cast(Any, self.holder)
+        is_array = issubclass(type(holder), array)
+        holder[:] = array(holder.typecode, held) if is_array else held
 
     def label(self, key: Any) -> str:
         return self.path

@@ -364,7 +364,7 @@ class _Walk:
                 )
             elif issubclass(type(node), (dict, list, deque)):
                 space = MappingSpace if issubclass(type(node), dict) else SequenceSpace
-                self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
+                self._place(space(node, name, label=_index(name)), guarded=False)
             if issubclass(type(node), defaultdict) and node.default_factory is not None:
                 self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)

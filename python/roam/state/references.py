@@ -342,7 +342,9 @@ class StateKeys:
         places = {
             id(parameter): place for place in parameters if id(parameter := place.get()) in held
         }
-        entries = [(place, optimizer.state.get(place.get())) for place in places.values()]
+        entries: list[tuple[PlaceReference, Any]] = [
+            (place, optimizer.state.get(place.get())) for place in places.values()
+        ]
         filled = [
             (place, frozenset(entry if issubclass(type(entry), dict) else ()))
             for place, entry in entries

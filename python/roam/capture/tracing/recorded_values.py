@@ -45,7 +45,6 @@ from roam.program.ir import (
     Program,
     Ref,
     Source,
-    raised,
     ref_to,
 )
 from roam.state.equality import MISSING, is_numpy_float
@@ -560,7 +559,7 @@ class Values(Slots):
         except Exception as error:
             # The step's code may catch it, as it does in eager PyTorch.
             if guard.inputs:
-                add_guard(self.program, self._forms, guard, raised(type(error)))
+                add_guard(self.program, self._forms, guard, type(error))
             raise
         if guard.inputs and answer is not None:
             add_guard(self.program, self._forms, guard, answer)
