@@ -149,6 +149,7 @@ class TestNumbersOfTheBatch:
             lambda y, counts: y.repeat_interleave(counts, dim=0).square(),
             lambda y, counts: y[counts.unique()],
             lambda y, counts: y[: len(counts.unique_consecutive())],
+            lambda y, counts: y[:1] * torch.unique_consecutive(counts, return_counts=True)[1][:, None],
             lambda y, counts: y[:3] * torch.unique(counts, return_inverse=True, return_counts=True)[1][:3, None],
             lambda y, counts: y[: len(torch.bincount(counts))],
             lambda y, counts: torch.cat([part.square() for part in y.repeat(2, 1)[: counts.sum()].split(counts.tolist())]),

@@ -45,7 +45,8 @@ _SELECTS_MASKED = {"MaskedFillBackward0", "MaskedFillBackward1"}
 _LOOKS_FOR_ZEROS = {"ProdBackward0", "ProdBackward1", "CumprodBackward0"}
 # Kernels of the CPU that make their result as large as their argument and then give it its shape.
 _UNFOLDED = {aten.im2col.default, aten.col2im.default}
-_OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
+_RUNS = {aten.unique_consecutive.default}
+_OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED | _RUNS
 
 
 def as_real(func: Any, args: Any, result: Any) -> Any:
@@ -250,6 +251,8 @@ def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) ->
     item_bytes = int(tensors[0].element_size())
     if func in _UNFOLDED:
         return int(tensors[0].numel()) * item_bytes
+    if func in _RUNS:  # it has room for as many runs as elements
+        return int(tensors[0].numel()) * int(result.element_size()) if result.numel() else 0
     if position == 1 and result.numel():
         return (int(result.numel()) + 1) * int(
             result.element_size()
