@@ -343,6 +343,29 @@ class TestExceptionsOfTheUsers:
 
         both(script)
 
+    def test_of_libraries_for_a_later_batch_are_those_of_the_plain_step(self) -> None:
+        net = Net()
+        optimizer = adamw(net)
+
+        def step(x, target, scale):
+            optimizer.zero_grad()
+            spread = torch.distributions.Normal(net(x), scale)
+            loss = functional.cross_entropy(spread.mean + spread.stddev, target)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        (x, y), good = batches(1)[0], torch.tensor(1.0)
+        planned = roam.compile(step)
+        for _ in range(2):
+            planned(x, y, good)
+        with pytest.raises(ValueError, match="invalid values"):
+            planned(x, y, -good)
+        with pytest.raises(ValueError, match="batch_size") as caught:
+            planned(x, torch.cat([y, y]), good)
+        assert not isinstance(caught.value, roam.RoamError)
+        assert planned(x, y, good).isfinite()
+
     def test_of_libraries_may_be_of_fakes_and_are_refused(self) -> None:
         def step(net, x):
             loss = functional.cross_entropy(net(x), torch.zeros(len(x) + 1, dtype=torch.long))

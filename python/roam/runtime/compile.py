@@ -315,7 +315,10 @@ class Step:
                 return None
             if known and refusal.code == "step_raised":  # as the user's own function will
                 return None
-            if not refusal.settles or self._known.settling == _MOST_SETTLING:
+            # Where other calls could be captured, this call's data may be at fault, and the user's
+            # own function raises the same.
+            may_pass = refusal.settles or (refusal.code == "step_raised" and len(self._captures) > 0)
+            if not may_pass or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1
             logger.info("%s. Your own function runs, and the next call is captured", refusal)
