@@ -100,7 +100,7 @@ def in_a_hook(net, optimizer, x):
 
 
 def of_a_library(net, optimizer, x):
-    torch.distributions.Normal(net(x), net(x) - 100).rsample()
+    torch.distributions.Normal(net(x), net(x) - 100, validate_args=True).rsample()
 
 
 STEPS = [value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and callable(value) and value not in (Own, train)]  # fmt: skip

@@ -147,7 +147,7 @@ class TestPoison:
             hidden = model(x)
             kept = hidden.exp()  # the backward pass reads it
             with torch.no_grad():
-                equal = hidden.exp() == kept  # the same numbers, soon dead
+                equal = (hidden * 1).exp() == kept  # the same numbers, soon dead
             kept.sum().backward()
             optimizer.step()
             return equal

@@ -530,7 +530,8 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     def of_share(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(input: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_live(q):
+            # Plain ones too, so that a trace with them records the same check of the range.
+            if is_live(q) or type(q) is float:
                 options = {"layout": torch.strided, "device": input.device}
                 q = aten.scalar_tensor.default(q, dtype=input.dtype, **options)
             return function(input, q, *args, **kwargs)

@@ -41,6 +41,7 @@ from roam.capture.tracing.source_location import (
 )
 from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
+from roam.own_code import is_own_file
 from roam.program.ir import Program
 from roam.state.arguments import Taken
 from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
@@ -335,7 +336,10 @@ def _is_about_to_raise(error: BaseException) -> bool:
     """
     frame = error.__traceback__
     while frame is not None:
-        for one in dis.get_instructions(frame.tb_frame.f_code):
+        code, names = frame.tb_frame.f_code, frame.tb_frame.f_globals
+        # `contextlib` raises where the block that it throws an error into goes on.
+        is_passed = is_own_file(code.co_filename) or names.get("__name__") == "contextlib"
+        for one in () if is_passed else dis.get_instructions(code):
             if one.offset <= frame.tb_lasti:
                 continue
             if one.opname == "RAISE_VARARGS":
