@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -659,3 +660,33 @@ def test_a_step_without_operators_is_refused_like_any_other() -> None:
     assert_same_bits(before, tensors_and_numbers(model.state_dict()))
     roam.compile(update, memory="1MiB")()
     assert not torch.equal(before[0], model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_refusal_names_a_budget_that_is_enough_for_every_step() -> None:
+    """The first step needs more than the later ones here, and more than the floor."""
+
+    def run(memory: Any) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            tangents = torch.randn(3, *x.shape)
+            slopes = torch.func.vmap(lambda v: (torch.func.jvp(model, (x,), (v,))[1] * v).sum(-1))
+            loss = (slopes(tangents).mean(0) + 0.5 * model(x).square().sum(1)).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        roam.compile(step, memory=memory)(torch.randn(128, 16))
+
+    with pytest.raises(roam.PlanError) as refused:
+        run("60%")
+    assert refused.value.code == "memory_floor"
+    enough = re.search(r"enough for every step, .* is memory=(\d+)$", str(refused.value))
+    assert enough is not None, refused.value
+    run(int(enough[1]))

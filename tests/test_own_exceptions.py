@@ -5,6 +5,7 @@ values.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,23 @@ def test_a_message_that_the_step_handles_itself_is_none_of_a_refusal() -> None:
     with pytest.raises(roam.CaptureError) as refusal:
         compiled(x)
     assert refusal.value.code == "value_reached_python"
+
+
+def test_a_shape_error_that_the_step_catches_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """PyTorch logs what a fake kernel raises, with a traceback."""
+    net = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        try:
+            out = net(x) @ x
+        except RuntimeError:
+            out = net(x)
+        loss = out.sum()
+        loss.backward()
+        return loss
+
+    roam.compile(step)(torch.randn(3, 4))
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -73,6 +74,13 @@ _UNNOTICED_BYTES = 2**20
 """A smaller saving is not worth any waiting."""
 _MOST_KNOWN = 64
 """Plans that are kept for equal graphs."""
+
+
+_MOST_LIMITS = 4
+"""Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
+that to a plan."""
+_ASKED = re.compile(r"least(?: that was found takes)? (\d+)\b")
+"""What the planner's refusals say is needed."""
 
 
 _OF_ORDER = (
@@ -319,7 +327,27 @@ def choose(
         if memory is None:
             return [chooser.plain for chooser in choosers]
         limit_bytes = memory.in_bytes(max(chooser.needed_bytes for chooser in choosers))
-        return [chooser.within(limit_bytes) for chooser in choosers]
+        refusal: PlanError | None = None
+        choices = []
+        for chooser in choosers:
+            for _ in range(_MOST_LIMITS):
+                try:
+                    choices.append(chooser.within(limit_bytes))
+                    break
+                except PlanError as error:
+                    if not error.code.startswith("memory_") or chooser.is_untried:
+                        raise
+                    refusal = refusal or error
+                    limit_bytes = chooser.asked_by(error)
+            else:
+                limit_bytes = max(limit_bytes, chooser.needed_bytes)
+        if refusal is None:
+            return choices
+        refusal.args = (
+            f"{refusal}. The least that was found to be enough for every step, the first one "
+            f"included, is memory={limit_bytes}",
+        )
+        raise refusal
 
 
 class _Chooser:
@@ -461,6 +489,18 @@ class _Chooser:
                 source=str(call.source),
             )
         return replace(best, memory_limit_bytes=limit_bytes)
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether a kernel was not tried, so that it is not known what the step needs."""
+        return self._untried is not None
+
+    def asked_by(self, refusal: PlanError) -> int:
+        """The next limit to try after a refusal."""
+        asked = _ASKED.search(str(refusal))
+        if asked is None:
+            return self.needed_bytes
+        return min(int(asked[1]) + self.plain.checks_bytes, self.needed_bytes)
 
     def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
         """The same with what it takes to run calls again."""
@@ -638,9 +678,8 @@ class _Chooser:
             raise PlanError(
                 f"{self._variant.name}: of what memory= allows, the checks of a plan's first run take "
                 f"{best.checks_bytes} bytes. For the rest, {fault} Without recomputation it takes {best.total_bytes} bytes, of which "
-                f"{best.plan.persistent_bytes} exist before and after the step. Pass memory= of at "
-                f"least what is needed plus the bytes of the checks, or take a smaller batch"
-                f"{self._or(lowering)}",
+                f"{best.plan.persistent_bytes} exist before and after the step. Pass a larger "
+                f"memory=, or take a smaller batch{self._or(lowering)}",
                 code=code,
                 operator=error.operator,
                 position=error.position,

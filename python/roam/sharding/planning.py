@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from roam._core import Plan
+from roam.capture.tracing.fake_mode import quiet_fakes
 from roam.errors import CaptureError, PlanError, RoamError
 from roam.memory_limit import MemoryLimit
 from roam.report.folding import folded
@@ -44,7 +45,6 @@ from roam.sharding.twin import (
     Twin,
     has_fakes,
     optimizer_on,
-    quiet_fakes,
     state_bytes_of,
     twin_of,
 )

@@ -5,10 +5,8 @@ the user's own objects stay as they are.
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,17 +135,6 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer, named: dict[int, str]) -> No
                 "do in the step what it does",
                 code="optimizer",
             )
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Block in which PyTorch does not log what fake kernels raise."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
 
 
 def has_fakes(model: torch.nn.Module, batch: tuple[Any, ...]) -> bool:

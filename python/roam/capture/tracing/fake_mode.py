@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -37,6 +38,17 @@ from roam.torch_compat.private import (
 def new_mode() -> FakeTensorMode:
     """A fake mode as capture wants it: without symbolic shapes, so that every size is a number."""
     return FakeTensorMode(shape_env=None, static_shapes=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Block in which PyTorch does not log what fake kernels raise."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from roam.capture.tracing.endings import (
     known_objects,
     record_endings,
 )
+from roam.capture.tracing.fake_mode import quiet_fakes
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.function_stand_ins import (
     OWN_BATCHES,
@@ -161,6 +162,7 @@ def trace(
             if fake_state.lacks_device:
                 stack.enter_context(replaced(PRESENT))
             stack.enter_context(imports_leave(not_tracing))
+            stack.enter_context(quiet_fakes())  # the step may catch what they raise
             stack.enter_context(fake_state.mode)
             stack.enter_context(recorder)
             modules = [module for _, module in fake_state.reach.modules]
