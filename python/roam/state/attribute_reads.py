@@ -383,7 +383,7 @@ class Reads:
                 change(value, name, *new)
                 return
             self._note(value, name, others, is_deleted=True)
-            held: dict[str, Any] = attributes_of(value)  # type: ignore[assignment]
+            held: dict[str, Any] = attributes_of(value)
             before = dict(held)
             change(value, name, *new)
             key = self._keys.get(id(value), id(held))
