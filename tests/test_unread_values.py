@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import roam
 from newer import needs_2_15
@@ -452,6 +452,52 @@ def test_names_that_are_returned() -> None:
         return lambda batch: {"loss": step(batch), "names": batch["names"]}
 
     compared(make, batches)
+
+
+HANDED_ON: dict[str, Callable[[dict[str, Any], Any, list[Any]], Any]] = {
+    "returned": lambda batch, loss, kept: {"id": batch["names"][0], "loss": loss},
+    "returned twice": lambda batch, loss, kept: [batch["names"][1], (loss, batch["names"][1])],
+    "returned alone": lambda batch, loss, kept: batch["info"]["key"],
+    "returned with others": lambda batch, loss, kept: list(batch["names"]),
+    "kept in a list": lambda batch, loss, kept: kept.extend(batch["names"]),
+    "kept with the loss": lambda batch, loss, kept: kept.append((loss, batch["names"][2])),
+    "put in the batch": lambda batch, loss, kept: batch.update(first=batch["names"][0], loss=loss),
+    "moved in the batch": lambda batch, loss, kept: batch.update(first=batch["names"].pop()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hand_on", HANDED_ON.values(), ids=HANDED_ON)
+@pytest.mark.parametrize("options", [{}, {"on_change": "raise"}], ids=["replan", "raise"])
+def test_names_that_are_handed_on_need_no_plan_for_each(
+    hand_on: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+        net, optimizer = setting()
+        plain, kept, given = trains(net, optimizer), list[Any](), batches()
+        names = [name for batch in given for name in (*batch["names"], batch["info"]["key"])]
+        step = wrap(lambda batch: hand_on(batch, plain({"x": batch["x"]}), kept))
+        left = [step(batch) for batch in given], kept, given
+        for leaf in tree_leaves(left):
+            assert type(leaf) not in (str, bytes) or any(leaf is name for name in names)
+        return step, (left, net.weight)
+
+    (leaves, spec), (step, planned) = (
+        tree_flatten(run(lambda step: step)[1]),
+        run(functools.partial(roam.compile, **options)),
+    )
+    others, other_spec = tree_flatten(planned)
+    assert spec == other_spec
+    for one, other in zip(leaves, others, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert len(step._captures) == (1 if options else 2)
+
+
+def test_names_that_are_returned_and_read() -> None:
+    def make(net: Net, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+        step = trains(net, optimizer)
+        return lambda batch: {"loss": step(batch), "name": batch["names"][0].upper()}
+
+    assert len(compared(make, batches)._captures) == 5
 
 
 def test_names_that_the_step_keeps() -> None:

@@ -565,7 +565,7 @@ def _captured(
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
         has_live = bool(floats or integers)
-        unread_places = tracer.unread(live_arguments=has_live)
+        unread_places = tracer.unread(programs, live_arguments=has_live)
         if reach.growing:
             tracer.check_growing(live_arguments=has_live)
     except CaptureError as error:
@@ -1057,9 +1057,14 @@ class _Tracer:
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
 
-    def unread(self, *, live_arguments: bool) -> Collection[int]:
+    def unread(self, programs: list[Program], *, live_arguments: bool) -> Collection[int]:
         """The places of those plain values, among the flattened arguments, that are not the same in
         all calls and that the step does not read.
+
+        Args:
+            programs: of the step, as traced without stand-ins. They get to know which of these
+                values the step returns.
+            live_arguments: as these were traced.
         """
         taker = self.known.taker
         values = {
@@ -1072,16 +1077,23 @@ class _Tracer:
         }
         if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
             return ()
-        return unread(
-            values,
-            lambda stand_ins: replace(self, stand_ins=stand_ins).programs(
-                live_arguments=live_arguments
-            ),
-            lambda one, other: (
-                len(one) == len(other)
-                and all(map(operator.is_, map(difference, one, other), repeat(None)))
-            ),
-        )
+        last: list[Program] = []
+
+        def traced(stand_ins: StandIns) -> list[Program]:
+            last[:] = replace(self, stand_ins=stand_ins).programs(live_arguments=live_arguments)
+            return list(last)
+
+        def agree(one: list[Program], other: list[Program]) -> bool:
+            return len(one) == len(other) and all(
+                map(operator.is_, map(difference, one, other), repeat(None))
+            )
+
+        places = unread(values, traced, agree)
+        if not places or not agree(programs, last):
+            return ()
+        for program, other in zip(programs, last, strict=True):
+            program.passed = other.passed
+        return places
 
 
 class _Unlike(CaptureError):

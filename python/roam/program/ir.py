@@ -447,6 +447,10 @@ class Program:
     late: list[tuple[int, LateNumber]] = field(default_factory=list)
     """By their place among the leaves of the result, numbers that schedulers give when they have
     been stepped."""
+    passed: list[tuple[int, int]] = field(default_factory=list)
+    """By their place among the leaves of the result, arguments that the step hands on without
+    looking at them, each by its place among the flattened arguments. The leaf itself is what the
+    traced call had there."""
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a
     run can tell."""

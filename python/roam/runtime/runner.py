@@ -335,6 +335,8 @@ class Runner:
                     tensor.detach_()
                 for module, is_synced in program.synced:
                     module.require_forward_param_sync = is_synced
+            for place, argument in program.passed:
+                result[place] = leaves[argument]
             self._read_late(result, 0)
             for calls, (host_call, given) in enumerate(zip(program.after, after, strict=True), 1):
                 host_call.scheduler.step(*given[0], **given[1])

@@ -305,8 +305,8 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
 
 @contextmanager
 def methods_added(methods: Iterable[tuple[type, str, Callable[..., Any]]]) -> Iterator[None]:
-    """With methods in classes of the user's that have none of these names themselves; the user's
-    code sees no call of it.
+    """With methods in classes of the user's, which get back their own of these names, if they have
+    any; the user's code sees no call of it.
     """
     names = _names_of(USERS_CLASSES)
     with _undone() as stack:
@@ -316,8 +316,12 @@ def methods_added(methods: Iterable[tuple[type, str, Callable[..., Any]]]) -> It
                     raise Unlisted(
                         f"{name} of {USERS_CLASSES} is not in roam.torch_compat.patches.PATCHES"
                     )
+                table = type.__dict__["__dict__"].__get__(kind)  # past a metaclass
+                if name in table:
+                    stack.callback(type.__setattr__, kind, name, table[name])
+                else:
+                    stack.callback(type.__delattr__, kind, name)
                 type.__setattr__(kind, name, method)
-                stack.callback(type.__delattr__, kind, name)
         yield
 
 

@@ -333,6 +333,10 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
+        elif (handed := fake_state.stand_ins.stood_for(leaf)) is not None:
+            place, value = handed
+            recorder.program.passed.append((len(references), place))
+            references.append(value)
         elif is_plain(leaf) or isinstance(leaf, type):
             references.append(leaf)
         else:

@@ -128,7 +128,7 @@ class FakeState:
         """
         self.reach = reach
         self.integers = integers
-        self._stand_ins = StandIns({}) if stand_ins is None else stand_ins
+        self.stand_ins = StandIns({}) if stand_ins is None else stand_ins
         self.growing = GrowingLists(reach.growing, are_plain=copies_lists)
         self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
@@ -288,7 +288,7 @@ class FakeState:
                     else others[parameter]
                 )
         self.growing.enter()
-        leaves = [self._fake(leaf) for leaf in self._stand_ins.put(self.leaves)]
+        leaves = [self._fake(leaf) for leaf in self.stand_ins.put(self.leaves)]
         kept = Results(self.reach.caches).tensors
         placed = {id(real) for real in kept if id(real) in self._fakes}
         self._told = [

@@ -60,7 +60,7 @@ class StandIns:
     def __init__(self, values: Mapping[int, Any]) -> None:
         self.read: set[int] = set()
         self._values = dict(values)
-        self._made: list[weakref.ref[Any]] = []
+        self._made: list[tuple[int, weakref.ref[Any]]] = []
 
     def put(self, leaves: list[Any]) -> list[Any]:
         """The flattened arguments with new stand-ins."""
@@ -71,14 +71,22 @@ class StandIns:
 
     def are_kept(self) -> bool:
         """Whether anything still holds one that was put somewhere."""
-        if any(made() is not None for made in self._made):
+        if any(made() is not None for _, made in self._made):
             gc.collect()
-        return any(made() is not None for made in self._made)
+        return any(made() is not None for _, made in self._made)
+
+    def stood_for(self, value: Any) -> tuple[int, Any] | None:
+        """The place that a value is a stand-in for, and what belongs there; None for any other
+        value. That does not count as read.
+        """
+        places = (place for place, made in self._made if made() is value)
+        place = None if value is None else next(places, None)
+        return None if place is None else (place, self._values[place])
 
     def _stand_in(self, place: int) -> Any:
         value = self._values[place]
         made = stand_in_for(value, lambda: self.read.add(place))
-        self._made.append(weakref.ref(made))
+        self._made.append((place, weakref.ref(made)))
         return made
 
 
