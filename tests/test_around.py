@@ -826,9 +826,21 @@ def test_a_step_that_seeds_a_generator_of_pythons_is_refused_at_the_first_call(s
 # -- what modules of libraries keep
 
 
-def test_values_of_a_librarys_module_that_the_step_names_are_guarded(monkeypatch: Any) -> None:
-    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+def _is_doubled() -> bool:
+    return "--double" in sys.argv
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["itself", "by a function"])
+def test_values_of_a_librarys_module_that_the_step_names_are_guarded(
+    asks: bool, monkeypatch: Any
+) -> None:
+    def by_a_function(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return train(net, optimizer, x * (2 if _is_doubled() else 1))
+
+    def itself(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
         return train(net, optimizer, x * (2 if "--double" in sys.argv else 1))
+
+    step = by_a_function if asks else itself
 
     def change(my: Any) -> Any:
         value = iter([["x"], ["x"], ["x"], ["x", "--double"], ["x", "--double"], ["x"]])

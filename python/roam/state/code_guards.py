@@ -192,7 +192,11 @@ class Reliance:
         def note(path: str, holder: Mapping[str, Any], identity: int, name: str) -> None:
             holders.setdefault(identity, (path, holder, {}))[2][name] = None
 
-        for code, names in self.code.items():
+        # Functions that only answer a question (`"--debug" in sys.argv`) run around no operator.
+        asked = {
+            code: names for code, names in reach.code.items() if not is_library_code(code, names)
+        }
+        for code, names in (asked | self.code).items():
             for path, holder, name in _named(code, names, _kinds_read(code, names)):
                 note(path, holder, id(holder), name)
         self._classes = list(
