@@ -349,7 +349,7 @@ class TestExceptionsOfTheUsers:
 
         def step(x, target, scale):
             optimizer.zero_grad()
-            spread = torch.distributions.Normal(net(x), scale)
+            spread = torch.distributions.Normal(net(x), scale, validate_args=True)
             loss = functional.cross_entropy(spread.mean + spread.stddev, target)
             loss.backward()
             optimizer.step()

@@ -12,6 +12,7 @@ import operator
 import re
 import signal
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1375,7 +1376,11 @@ def _tracers() -> bool:
             lambda: torch.jit._get_trace_graph(torch.nn.Tanh(), x),
         ):
             seen.clear()
-            traces()
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # of TorchScript, which is going away
+                traces()
             found.append(bool(seen))
     return all(found)
 

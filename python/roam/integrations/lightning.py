@@ -24,6 +24,10 @@ from roam.integrations.versions import require
 from roam.runtime import Step
 from roam.torch_compat.private import pytree
 
+_HOOK, _SKIPS = "_current_fx_name", "_skip_backward"
+"""Attributes of Lightning's: of a module, the hook that runs; of the loop, whether an epoch has no
+backward pass.
+"""
 _BETWEEN = (
     "on_before_backward",
     "on_after_backward",
@@ -127,14 +131,15 @@ def compile(module: LightningModule, *, keep_grads: bool | None = None, **option
         trainer = module.trainer
         if keep_grads is None and _may_read_gradients(module):
             step.keep_gradients()
-        is_backward = not trainer.fit_loop._skip_backward  # set for an epoch of averaged weights
+        is_backward = not getattr(trainer.fit_loop, _SKIPS)  # set for an epoch of averaged weights
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         given = (batch, *index) if reads_index else (batch, *(0 for _ in index))
         result, logged = step(given, is_first and is_backward, is_updating, is_backward)
-        hook = module._current_fx_name
-        for module._current_fx_name, args, kwargs in logged:
+        hook = getattr(module, _HOOK)
+        for name, args, kwargs in logged:
+            setattr(module, _HOOK, name)
             module.log(*_with_modules(args, module), **_with_modules(kwargs, module))
-        module._current_fx_name = hook
+        setattr(module, _HOOK, hook)
         return result
 
     def optimizer_step(_: int, __: int, ___: Any, closure: Callable[[], Any]) -> None:
@@ -183,7 +188,7 @@ def _apart(module: LightningModule) -> Iterator[list[Any]]:
 
     def log(*args: Any, **kwargs: Any) -> None:
         given = pytree.tree_map_only(torch.nn.Module, part_of, (args, kwargs))
-        logged.append((module._current_fx_name, *_detached(given)))
+        logged.append((getattr(module, _HOOK), *_detached(given)))
 
     profiler, module.trainer.profiler = module.trainer.profiler, PassThroughProfiler()
     module.log = log

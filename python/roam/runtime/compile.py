@@ -317,7 +317,9 @@ class Step:
                 return None
             # Where other calls could be captured, this call's data may be at fault, and the user's
             # own function raises the same.
-            may_pass = refusal.settles or (refusal.code == "step_raised" and len(self._captures) > 0)
+            may_pass = refusal.settles or (
+                refusal.code == "step_raised" and len(self._captures) > 0
+            )
             if not may_pass or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1
