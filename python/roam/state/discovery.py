@@ -666,7 +666,7 @@ class _Walk:
             self._fill(ProxySpace(value, path, label=_index(path)))
         elif _is_iterator(kind):
             self._list(self.reach.iterators, value, path)
-        # PyTorch asks a class for its name here, and one with a metaclass of its own would be asked.
+        # PyTorch asks a class for its name here, which a metaclass may answer by code of its own.
         elif type(kind) is type and issubclass(kind, torch.autograd.graph.Node):
             if self.reads.defer(self.edge):
                 raise _LeftOut
