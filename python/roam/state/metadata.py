@@ -171,11 +171,11 @@ class LayoutCheck:
         return self._check is not None and self._check(*tensors)
 
     def learn(self, tensors: list[Any]) -> None:
-        """From now on, tensors like these pass."""
-        self._check = None
-        if self._left and not has_dtensors(tensors):
+        """From now on, tensors like these pass; what is not known to pass is compared at length."""
+        check = None if not self._left or has_dtensors(tensors) else layout_check(tensors)
+        if check is not None:
+            self._check = check
             self._left -= 1
-            self._check = layout_check(tensors)
 
 
 class Table:

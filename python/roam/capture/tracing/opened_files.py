@@ -26,38 +26,44 @@ _FOR_OTHERS: Final = (
 their own, such as caches.
 """
 
+_READ_BEFORE: Final = (
+    "which a plan's run would neither read nor write; read files before the step, and pass what is "
+    "in them as arguments; write what the step returns, after the step"
+)
+_ASK_BEFORE: Final = (
+    "and a plan's run would not do it again; do this outside of the step, and pass what the step "
+    "has to know as an argument"
+)
+
 
 def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """(holder, name, function) for each function that opens files."""
-    plain = builtins.open
 
-    def opening(file: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = _caller(sys._getframe(2))  # behind the wrapper of this stand-in
+    def refuse(path: Any, does: str, instead: str) -> None:
+        """Refuses what the user's code does with a file."""
+        caller = _caller(sys._getframe(3))  # behind the stand-in and its wrapper
         # Modules that the step imports are executed without dispatch modes.
         if caller is not None and recorder in dispatch_modes():
-            name = os.fspath(file) if isinstance(file, os.PathLike) else file
+            name = os.fspath(path) if isinstance(path, os.PathLike) else path
             recorder.refuse(
-                f"the step opens {name!r}, which a plan's run would neither read nor write; read "
-                "files before the step, and pass what is in them as arguments; write what the step "
-                "returns, after the step",
+                f"the step {does} {name!r}, {instead}",
                 code="file",
                 source=Source("", shown_path(caller.f_code.co_filename), caller.f_lineno),
             )
-        return plain(file, *args, **kwargs)
+
+    plain_open = builtins.open
+
+    def opening(file: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse(file, "opens", _READ_BEFORE)
+        return plain_open(file, *args, **kwargs)
 
     for module in (builtins, io):
         yield module, "open", opening
 
     def using(plain: Callable[..., Any], does: str) -> Callable[..., Any]:
         def used(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            caller = _caller(sys._getframe(2))
-            if caller is not None and not isinstance(path, int) and recorder in dispatch_modes():
-                recorder.refuse(
-                    f"the step {does} {os.fspath(path)!r}, and a plan's run would not do it again; do this outside of the step, "
-                    "and pass what the step has to know as an argument",
-                    code="file",
-                    source=Source("", shown_path(caller.f_code.co_filename), caller.f_lineno),
-                )
+            if not isinstance(path, int):  # a file that is open
+                refuse(path, does, _ASK_BEFORE)
             return plain(path, *args, **kwargs)
 
         return used
