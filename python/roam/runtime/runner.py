@@ -622,21 +622,9 @@ class Runner:
                 )
             if failure.call.is_check and not self._groups:
                 return Declined(f"a check at {failure.call.source} does not pass")
-            left = self._executor.bindings.order[failure.step + 1 :]
-            if any(
-                self._program.calls[index].is_branch for index in left
-            ):  # maybe on a way that the step does not go
+            if self._may_go_on(error, failure):
                 return Declined(f"{where} failed: {error}")
-            is_own = isinstance(error, ExecutionError)
-            if failure.call.source.is_tried and not is_own and not self._groups:
-                return Declined(f"{where} failed: {error}")
-            if isinstance(error, (ArithmeticError, ValueError)) and not self._groups:
-                makes = [
-                    self._program.slots[slot] for slot in failure.call.outputs if slot is not None
-                ]
-                if makes == [None] * len(makes):  # Python's numbers, on which the code may go on
-                    return Declined(f"{where} failed: {error}")
-            if is_own:
+            if isinstance(error, ExecutionError):
                 return error
             advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(
@@ -669,6 +657,21 @@ class Runner:
         return PartialUpdate(
             partial, [(reference, tensor, version_of(tensor)) for reference, tensor in references]
         )
+
+    def _may_go_on(self, error: Exception, failure: Failure) -> bool:
+        """Whether the step's own code may go on where a call has failed before any change: it may
+        not come there, or catch the error.
+        """
+        calls, call = self._program.calls, failure.call
+        left = self._executor.bindings.order[failure.step + 1 :]
+        if any(calls[index].is_branch for index in left):  # maybe on a way that it does not go
+            return True
+        if self._groups:
+            return False
+        made = [self._program.slots[slot] for slot in call.outputs if slot is not None]
+        if isinstance(error, (ArithmeticError, ValueError)) and not any(made):
+            return True  # an error of Python's numbers
+        return call.source.is_tried and not isinstance(error, ExecutionError)
 
     def _leaves_what_eager_leaves(self, failure: Failure) -> bool:
         """After a step has failed that has changed something: leaves the state as eager PyTorch
