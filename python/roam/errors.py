@@ -79,8 +79,8 @@ class CaptureError(RoamError):
             sets something up at its first call.
         is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
             be captured. For such a call the user's own function may run.
-        blames_answer: whether another trace, which gives another answer to a question of
-            PyTorch's, may not end so.
+        blames_answer: whether the error comes right after an answer that was guessed for a check
+            of PyTorch's own. A trace with the other answer may not raise it.
     """
 
     path: str | None = None

@@ -35,7 +35,8 @@ _BETWEEN = (
     "on_before_optimizer_step",
 )
 """Hooks between the forward pass and the end of the update, which are one step here."""
-_REPLACED = ("optimizer_step", "optimizer_zero_grad", "backward", "training_step")
+_OF_UPDATE = ("optimizer_step", "optimizer_zero_grad")
+_REPLACED = (*_OF_UPDATE, "backward", "training_step")
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 _LIBRARIES = ("lightning.pytorch", "torchmetrics")
 _BEFORE_OR_WITHIN = frozenset(
@@ -276,7 +277,7 @@ def _check(module: LightningModule) -> None:
     hooks = [(held, Callback, hook) for held in trainer.callbacks for hook in _BETWEEN]
     hooks += [(module, LightningModule, hook) for hook in _BETWEEN]
     if module.automatic_optimization:
-        hooks += [(type(module), LightningModule, hook) for hook in _REPLACED[:2]]
+        hooks += [(type(module), LightningModule, hook) for hook in _OF_UPDATE]
     for holder, base, hook in hooks:
         if is_overridden(holder, base, hook):
             name = holder.__name__ if isinstance(holder, type) else type(holder).__name__

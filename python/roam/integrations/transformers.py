@@ -67,7 +67,7 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
         require("trl", 1)
     training_step = trainer.training_step
     keeps = bool(keep_grads)
-    settle: list[Callable[[], None]] = []
+    put_back: Callable[[], None] = _nothing
 
     def whole_step(
         model: Any, inputs: Any, num_items_in_batch: Any, is_first: bool, keeps: bool
@@ -90,9 +90,8 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
     step = roam.compile(whole_step, keep_grads=True, **options)
 
     def planned_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        nonlocal keeps
-        while settle:  # of a run that was interrupted within its update
-            settle.pop()()
+        nonlocal keeps, put_back
+        put_back()  # if the last run was interrupted within its update
         _check(trainer)
         keeps = keeps or (keep_grads is None and _may_read_gradients(trainer))
         is_first = keeps and all(item.grad is None for item in model.parameters())
@@ -101,7 +100,7 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
             kept = getattr(trainer, _METRICS)["train"]
             kept[name] = kept[name] + values if is_added else values
         if trainer.accelerator.sync_gradients:
-            settle[:] = _is_updated(trainer, norm)
+            put_back = _is_updated(trainer, norm)
         return loss
 
     trainer.training_step = planned_step
@@ -141,20 +140,7 @@ class _NewMetrics:
 
 
 def _check(trainer: Trainer) -> None:
-    kind = trainer.accelerator.distributed_type
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    other = (
-        "several devices of one process"
-        if trainer.args.n_gpu > 1
-        else kind.value
-        if kind not in _REPLICATED
-        else "tensors that transformers has sharded"
-        if any(is_dtensor(item) for item in trainer.model.parameters())
-        else type(parallel).__name__
-        if parallel is not None and parallel.total_size > 1 and not parallel.dp_replicate_enabled
-        else None
-    )
-    if other is not None:
+    if (other := _other_way(trainer)) is not None:
         raise CaptureError(
             f"this Trainer trains by {other}; roam plans its steps on one device, or on several processes by "
             "DistributedDataParallel. Run one process that sees one device (CUDA_VISIBLE_DEVICES=0), or torchrun without "
@@ -186,6 +172,21 @@ def _check(trainer: Trainer) -> None:
             )
 
 
+def _other_way(trainer: Trainer) -> str | None:
+    """What a trainer uses several devices by, if plans do not follow it; None if they do."""
+    kind = trainer.accelerator.distributed_type
+    if trainer.args.n_gpu > 1:
+        return "several devices of one process"
+    if kind not in _REPLICATED:
+        return str(kind.value)
+    if any(is_dtensor(item) for item in trainer.model.parameters()):
+        return "tensors that transformers has sharded"
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.total_size > 1 and not parallel.dp_replicate_enabled:
+        return type(parallel).__name__
+    return None
+
+
 def _may_read_gradients(trainer: Trainer) -> bool:
     """Whether code that may read gradients runs between the update and their zeroing."""
     return (
@@ -201,9 +202,13 @@ def _may_read_gradients(trainer: Trainer) -> bool:
     )
 
 
-def _is_updated(trainer: Trainer, norm: Any) -> list[Callable[[], None]]:
+def _nothing() -> None:
+    pass
+
+
+def _is_updated(trainer: Trainer, norm: Any) -> Callable[[], None]:
     """Has the trainer's own clipping give the norm and its own update do nothing, once: the step
-    has done both. Returns what ends that.
+    has done both. Returns a function that ends this, if it has not ended.
     """
     put_back = [_set(trainer.accelerator, "clip_grad_norm_", lambda *_: norm)]
 
@@ -212,7 +217,7 @@ def _is_updated(trainer: Trainer, norm: Any) -> list[Callable[[], None]]:
             put_back.pop()()
 
     put_back.append(_set(trainer.optimizer, "step", restore))
-    return [restore]
+    return restore
 
 
 def _set(holder: Any, name: str, value: Any) -> Callable[[], None]:

@@ -30,7 +30,8 @@ MANY = 8
 """How many plans made for one reason, each of which has run once, bring a warning."""
 _BUCKETS = (
     "Where values of tensors decide shapes, pad to a few shapes (bucketing); read numbers that are "
-    "only counted or shown by x.item(), not by int(x); use a position that a tensor holds as a tensor: "
+    "only counted or shown by x.item(), not by int(x); where a tensor holds a position, such as a "
+    "queue's pointer, calculate the indices with tensors: "
     "queue.index_copy_(1, (pointer + torch.arange(n)) % size, keys)"
 )
 R = TypeVar("R", bound=_Runs)

@@ -28,7 +28,7 @@ def dictionary_of(kind: type) -> Any:
 
 
 def module_of(kind: type) -> Any:
-    """The name of a class's module, if it is one."""
+    """A class's `__module__`, which need not be a text."""
     return _MODULE(kind)
 
 

@@ -37,10 +37,10 @@ _ASK_BEFORE: Final = (
 
 
 def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(holder, name, function) for each function that opens files."""
+    """(holder, name, function) for each function that opens, looks for, or changes files."""
 
-    def refuse(path: Any, does: str, instead: str) -> None:
-        """Refuses what the user's code does with a file."""
+    def check_user(path: Any, does: str, instead: str) -> None:
+        """Refuses what a step does with a file, if its own code asked for that."""
         caller = _caller(sys._getframe(3))  # behind the stand-in and its wrapper
         # Modules that the step imports are executed without dispatch modes.
         if caller is not None and recorder in dispatch_modes():
@@ -54,7 +54,7 @@ def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[...,
     plain_open = builtins.open
 
     def opening(file: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse(file, "opens", _READ_BEFORE)
+        check_user(file, "opens", _READ_BEFORE)
         return plain_open(file, *args, **kwargs)
 
     for module in (builtins, io):
@@ -63,7 +63,7 @@ def open_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[...,
     def using(plain: Callable[..., Any], does: str) -> Callable[..., Any]:
         def used(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
             if not isinstance(path, int):  # a file that is open
-                refuse(path, does, _ASK_BEFORE)
+                check_user(path, does, _ASK_BEFORE)
             return plain(path, *args, **kwargs)
 
         return used
