@@ -689,4 +689,5 @@ def test_a_refusal_names_a_budget_that_is_enough_for_every_step() -> None:
     assert refused.value.code == "memory_floor"
     enough = re.search(r"enough for every step, .* is memory=(\d+)$", str(refused.value))
     assert enough is not None, refused.value
+    assert refused.value.least_bytes == int(enough[1])
     run(int(enough[1]))

@@ -90,7 +90,14 @@ class CaptureError(RoamError):
 
 
 class PlanError(RoamError):
-    """A graph cannot be planned as asked, or a plan does not fit its graph."""
+    """A graph cannot be planned as asked, or a plan does not fit its graph.
+
+    Attributes:
+        least_bytes: where a memory limit is refused, the least limit that may be enough: the floor,
+            or what the smallest plan takes that was found. None if neither is known.
+    """
+
+    least_bytes: int | None = None
 
 
 class LayoutError(RoamError, ValueError):

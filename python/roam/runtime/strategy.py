@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -75,13 +74,9 @@ _UNNOTICED_BYTES = 2**20
 _MOST_KNOWN = 64
 """Plans that are kept for equal graphs."""
 
-
 _MOST_LIMITS = 4
 """Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
 that to a plan."""
-_ASKED = re.compile(r"least(?: that was found takes)? (\d+)\b")
-"""What the planner's refusals say is needed."""
-
 
 _OF_ORDER = (
     "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
@@ -338,16 +333,22 @@ def choose(
                     if not error.code.startswith("memory_") or chooser.is_untried:
                         raise
                     refusal = refusal or error
-                    limit_bytes = chooser.asked_by(error)
+                    least_bytes = error.least_bytes or chooser.needed_bytes
+                    limit_bytes = min(least_bytes, chooser.needed_bytes)
             else:
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
             return choices
-        refusal.args = (
+        enough = PlanError(
             f"{refusal}. The least that was found to be enough for every step, the first one "
             f"included, is memory={limit_bytes}",
+            code=refusal.code,
+            operator=refusal.operator,
+            position=refusal.position,
+            source=refusal.source,
         )
-        raise refusal
+        enough.least_bytes = limit_bytes
+        raise enough from None
 
 
 class _Chooser:
@@ -494,13 +495,6 @@ class _Chooser:
     def is_untried(self) -> bool:
         """Whether a kernel was not tried, so that it is not known what the step needs."""
         return self._untried is not None
-
-    def asked_by(self, refusal: PlanError) -> int:
-        """The next limit to try after a refusal."""
-        asked = _ASKED.search(str(refusal))
-        if asked is None:
-            return self.needed_bytes
-        return min(int(asked[1]) + self.plain.checks_bytes, self.needed_bytes)
 
     def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
         """The same with what it takes to run calls again."""
@@ -675,7 +669,7 @@ class _Chooser:
                     "if operators run again, each compiled region holds its arguments until its "
                     f"end; then {error}."
                 )
-            raise PlanError(
+            refusal = PlanError(
                 f"{self._variant.name}: of what memory= allows, the checks of a plan's first run take "
                 f"{best.checks_bytes} bytes. For the rest, {fault} Without recomputation it takes {best.total_bytes} bytes, of which "
                 f"{best.plan.persistent_bytes} exist before and after the step. Pass a larger "
@@ -684,7 +678,10 @@ class _Chooser:
                 operator=error.operator,
                 position=error.position,
                 source=error.source,
-            ) from None
+            )
+            if error.least_bytes is not None:
+                refusal.least_bytes = error.least_bytes + best.checks_bytes
+            raise refusal from None
         again = plan.recomputation
         if again is None:  # a pool, or a search that ended early, was what took more
             return replace(

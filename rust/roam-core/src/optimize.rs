@@ -103,6 +103,17 @@ pub enum OptimizeError {
 }
 
 impl OptimizeError {
+    /// The least memory limit that may be enough where one is refused: the floor, or what the smallest plan takes that
+    /// was found.
+    #[must_use]
+    pub fn least_bytes(&self) -> Option<u64> {
+        match self {
+            Self::BelowFloor { floor_bytes, .. } => Some(*floor_bytes),
+            Self::LimitNotFound { least_bytes, .. } => Some(*least_bytes),
+            _ => None,
+        }
+    }
+
     /// The variant's name for programs, in snake case; stable between versions.
     pub fn code(&self) -> &'static str {
         match self {

@@ -78,7 +78,11 @@ pub(crate) fn optimize(
         }
         (None, Err(error)) => {
             let (message, code, site) = (error.to_string(), error.code(), error.site());
-            Err(Fault { class: Class::Plan, message, code, site }.raise(py))
+            let raised = Fault { class: Class::Plan, message, code, site }.raise(py);
+            if let Some(bytes) = error.least_bytes() {
+                raised.value(py).setattr("least_bytes", bytes)?;
+            }
+            Err(raised)
         }
     }
 }
