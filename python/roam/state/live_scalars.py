@@ -74,8 +74,7 @@ class LiveNode:
 
     def maybe_as_int(self) -> int | None:
         """Asked before a number becomes an `int` of an operator's."""
-        number = LiveInt(self) if self.is_integer_value else None
-        return None if number is None else self.trace.handed_on(number)
+        return self.trace.handed_on(self.number()) if self.is_integer_value else None
 
     def maybe_as_float(self) -> None:
         return None
@@ -126,9 +125,12 @@ class LiveNode:
 
     def _given(self, *_: object) -> Any:
         """Code in C++ takes the number for an argument of an operator that is no live number."""
-        number = (LiveInt if self.is_integer_value else LiveFloat)(self)
-        handed = self.trace.handed_on(number)
+        handed = self.trace.handed_on(self.number())
         return self._value() if handed is None else handed
+
+    def number(self) -> Any:
+        """The live number that has this node."""
+        return (LiveInt if self.is_integer_value else LiveFloat)(self)
 
     guard_int = guard_float = _given
     int_ = _value
@@ -670,6 +672,5 @@ def is_of_numpy(number: Any) -> bool:
 
 def as_live(number: Any) -> Any:
     """A live number that came back from C++ as torch's plain class gets its arithmetic back."""
-    if (node := node_of(number)) is not None:
-        return (LiveInt if node.is_integer_value else LiveFloat)(node)
-    return number
+    node = node_of(number)
+    return number if node is None else node.number()

@@ -52,8 +52,6 @@ from roam.state.global_state import ANOMALY
 from roam.state.live_scalars import (
     MATH,
     ROUNDING,
-    LiveFloat,
-    LiveInt,
     LiveNode,
     is_of_numpy,
     nearest,
@@ -209,7 +207,7 @@ class Values(Slots):
         of it is refused; without a reference, that is refused too.
         """
         node = LiveNode(cast(TraceContext, self), UNKNOWN, is_integer, origin)
-        number = (LiveInt if is_integer else LiveFloat)(node)
+        number = node.number()
         if reference is not None:
             self._late[id(number)] = number, LateNumber(reference, len(self.program.after))
         return number
@@ -372,7 +370,7 @@ class Values(Slots):
         self._refs.append(ref_to(slot))
         self._signatures.append(LIVE_INT if is_integer else LIVE_FLOAT)
         node = LiveNode(cast(TraceContext, self), slot, is_integer, origin)
-        return (LiveInt if is_integer else LiveFloat)(node)
+        return node.number()
 
     # -- what Python asks
 
