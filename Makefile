@@ -73,13 +73,15 @@ dependencies: $(BIN)/maturin
 		$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --requirement target/dependencies.txt
 	rm -rf target/uv
 
-# One core builds the planner while another unpacks packages. An older build of the same version is replaced.
+# One core builds the planner while another unpacks packages. An older build of the same version is replaced. The
+# benchmarks run where they lie, built by the setuptools that torch needs.
 install: $(BIN)/maturin
 	$(MAKE) --no-print-directory --jobs 2 wheel dependencies
 	$(MAKE) --no-print-directory install-wheel
 
 install-wheel:
 	$(BIN)/pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable benches
 
 demo: install
 	$(BIN)/roam plan gpt2-xl
@@ -185,8 +187,10 @@ format:
 
 lock:
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --extra zoo --extra dev --extra bench --extra docs --extra release --upgrade \
-		--no-header --no-annotate pyproject.toml --output-file constraints.txt
+	mkdir -p target
+	$(BIN)/python .ci/dependencies.py zoo dev bench docs release > target/dependencies.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
+		--no-header --no-annotate target/dependencies.txt --output-file constraints.txt
 
 # zig's linker makes the wheel run on every Linux since 2014, whatever this machine's C library; the source distribution
 # is unpacked and built where there is no git.

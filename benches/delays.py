@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import roam
-from roam.bench.compiled import image_loss
-from roam.bench.ranks import clipped_step
 from roam.distributed.collectives import Launch, Pending
+from roam_bench.compiled import image_loss
+from roam_bench.ranks import clipped_step
 
 _MOST_S = 0.02
 """The longest delay."""

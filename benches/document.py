@@ -2,8 +2,8 @@
 `--check`, which fails where they differ.
 
 A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!--
-end -->`: the function of that name in `roam.bench.paper` makes it of `docs/benchmarks/paper.json`.
-Where `roam.bench` has no such module, it lies beside this file. Of results with a hyphen in the
+end -->`: the function of that name in `roam_bench.paper` makes it of `docs/benchmarks/paper.json`.
+Where `roam_bench` has no such module, it lies beside this file. Of results with a hyphen in the
 name (`suite-first.json`) what stands before it names the module. What stands between the comments
 is replaced.
 """
@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from roam.bench.results import read_json
-from roam.bench.run import Table, draw
+from roam_bench.results import read_json
+from roam_bench.run import Table, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -56,8 +56,8 @@ def _table(bench: str, function: str) -> str:
 
 def _module(bench: str) -> ModuleType:
     name = bench.partition("-")[0]
-    is_of_command = importlib.util.find_spec(f"roam.bench.{name}") is not None
-    return importlib.import_module(f"roam.bench.{name}" if is_of_command else name)
+    is_of_command = importlib.util.find_spec(f"roam_bench.{name}") is not None
+    return importlib.import_module(f"roam_bench.{name}" if is_of_command else name)
 
 
 def main() -> int:

@@ -19,8 +19,8 @@ import numpy as np
 
 import roam
 from roam._core import baseline_order, caching_allocator_bytes
-from roam.bench.paper import paper_graph
 from roam.report.lifetimes import Starts, Steps, lifetimes
+from roam_bench.paper import paper_graph
 
 MIB = 2**20
 

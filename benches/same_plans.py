@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +34,12 @@ from typing import Any
 import roam
 import roam.layout
 from roam import zoo
-from roam.bench import suite
-from roam.bench.paper import paper_graph, published
+from roam_bench import suite
+from roam_bench.paper import paper_graph, published
 
 HERE = Path(__file__).parent
-#: Where a graph's `source` begins if the line is roam's own.
-OWN_FILES = "roam/"
+#: Whether a graph's `source` is a file of roam's own, or of its benchmarks.
+OWN_FILE = re.compile(r"roam/|(.*/)?roam_bench/")
 #: What each graph is planned by. Two streams take the longer way through most of the planner.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "reuse": {},
@@ -61,7 +62,7 @@ def graph_digest(graph: roam.Graph) -> str:
     """Of all but the places in roam's own files."""
     data = json.loads(graph.to_json())
     for operator in data["operators"]:
-        if (operator.get("source") or {}).get("file", "").startswith(OWN_FILES):
+        if OWN_FILE.match((operator.get("source") or {}).get("file", "")):
             del operator["source"]
     return digest(data)
 

@@ -26,8 +26,8 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-from roam.bench.results import Record, Row, machine, read_json, versions, write_json
-from roam.bench.run import Column, Table
+from roam_bench.results import Record, Row, machine, read_json, versions, write_json
+from roam_bench.run import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "docs" / "benchmarks" / "upstream.json"

@@ -32,9 +32,16 @@ def main() -> None:
 
     table = Path(roam.__file__).parent / "kernels/kernels.json"
     assert table.exists(), f"the wheel has no {table.name}"
+    assert importlib.util.find_spec("roam_bench") is None, "the wheel has the benchmarks"
 
     command = Path(sys.executable).with_name("roam")
     bare = {"PATH": os.defpath}
+    for asked, code in (("--help", 0), ("scripts", 2)):
+        told = subprocess.run(
+            [command, "bench", asked], env=bare, check=False, capture_output=True, text=True
+        )
+        assert told.returncode == code, told
+        assert "pip install ./benches" in " ".join((told.stdout + told.stderr).split()), told
     instances = sorted(INSTANCES.glob("*.json.gz"))
     assert instances, f"no graph files in {INSTANCES}"
     start = time.perf_counter()

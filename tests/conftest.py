@@ -26,6 +26,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # processes test as there are cores. Tests of what threads change set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Processes that tests start find the benchmarks where this one does, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [
+        str(Path(__file__).parents[1] / "benches"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)
+
 # What collection makes stays, a million objects, at which the collector would look again and again.
 gc.disable()
 

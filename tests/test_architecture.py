@@ -49,7 +49,6 @@ LAYERS = (
     ("roam.sharding",),
     ("roam",),
     ("roam.zoo",),
-    ("roam.bench",),
     ("roam.commands",),
     ("roam.integrations",),
     ("roam.cli",),
@@ -222,6 +221,13 @@ def imports() -> list[Import]:
 
 def test_dependencies_go_one_way(imports: list[Import]) -> None:
     assert against_direction(imports) == []
+
+
+def test_nothing_but_the_command_imports_the_benchmarks() -> None:
+    named = [
+        name for name, file in module_files(PACKAGE).items() if "roam_bench" in file.read_text()
+    ]
+    assert named == ["roam.cli"]
 
 
 def test_no_modules_import_each_other(imports: list[Import]) -> None:

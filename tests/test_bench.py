@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from roam.bench import results
-from roam.bench.results import BenchError, Record, Results, Task
-from roam.bench.run import Benchmark, Column, Table, run
+import roam
+from roam_bench import results
+from roam_bench.results import BenchError, Record, Results, Task
+from roam_bench.run import Benchmark, Column, Table, run
 
 
 class Work:
@@ -113,8 +114,34 @@ def test_files_say_under_what_they_were_made(tmp_path: Path) -> None:
     assert record["versions"]["build"].encode() in (tmp_path / "squares.png").read_bytes()
 
 
+def test_rows_name_files_of_the_package_from_the_package_on(tmp_path: Path) -> None:
+    file = results.__file__
+    task = Task({"number": 1}, lambda: {"reason": f"at {file}:3", "parts": [{"file": file}]})
+    (row,) = Results(tmp_path, "files", {}).run([task])
+    name = "roam_bench/results.py"
+    assert (row["reason"], row["parts"]) == (f"at {name}:3", [{"file": name}])
+
+
+def test_the_digest_of_the_build_is_also_of_the_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "roam_bench" / "results.py"
+    ours.parent.mkdir()
+    ours.write_text("1")
+    monkeypatch.setattr(results, "__file__", str(ours))
+    before = results.build_digest.__wrapped__()
+    ours.write_text("2")
+    assert results.build_digest.__wrapped__() != before
+
+
+def test_the_package_has_the_version_of_roam() -> None:
+    text = (Path(__file__).parents[1] / "benches" / "pyproject.toml").read_text()
+    assert f'version = "{roam.__version__}"' in text
+    assert f'"roam-torch[zoo]=={roam.__version__}"' in text
+
+
 def test_the_same_record_draws_the_same_picture(tmp_path: Path) -> None:
-    from roam.bench.run import draw
+    from roam_bench.run import draw
 
     record = run(benchmark(Work()), tmp_path, quiet=True)
     before = [(tmp_path / name).read_bytes() for name in ("squares.svg", "squares.png")]

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 import torch
 
-from roam.bench import compiled
+from roam_bench import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compilers warn of what they do
 

@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 import timm
 import torch
 
-from roam.bench import families
-from roam.bench.results import read_json
 from roam.cli import main
+from roam_bench import families
+from roam_bench.results import read_json
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -15,12 +15,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import roam
-from roam.bench import memory, memory_checkmate, memory_nets, memory_others, memory_prototypes
-from roam.bench.memory_nets import NETS, Net
-from roam.bench.memory_prototypes import Entry
 from roam.cli import main
 from roam.report.table import format_bytes
 from roam.runtime import offloading
+from roam_bench import memory, memory_checkmate, memory_nets, memory_others, memory_prototypes
+from roam_bench.memory_nets import NETS, Net
+from roam_bench.memory_prototypes import Entry
 
 _TINY = {"vocabulary": 64, "width": 32, "layers": 3, "heads": 2, "experts": 2}
 TINY = Net(

@@ -13,8 +13,8 @@ import torch
 import roam
 from roam import cli
 from roam._core import baseline_order
-from roam.bench import accounting, paper, paper_models, suite
-from roam.bench.results import read_json
+from roam_bench import accounting, paper, paper_models, suite
+from roam_bench.results import read_json
 from training import plain_step
 
 MIB = 2**20

@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 import roam
 from newer import needs_2_15
 from one_rank import alone
-from roam.bench import parallelize, parallelize_baselines, parallelize_trained
 from roam.sharding import Costs, Link
 from roam.sharding.planning import Planning
 from roam.sharding.trace import traced
 from roam.sharding.twin import twin_of
+from roam_bench import parallelize, parallelize_baselines, parallelize_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 

@@ -13,8 +13,8 @@ import torch
 
 from newer import needs_2_15
 from one_rank import alone
-from roam.bench import ranks
-from roam.bench.compiled import image_loss
+from roam_bench import ranks
+from roam_bench.compiled import image_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from roam.bench import scripts
-from roam.bench.outcomes import EXIT_DIFFERENT
-from roam.bench.run import run
-from roam.bench.scripts import child, registry
+from roam_bench import scripts
+from roam_bench.outcomes import EXIT_DIFFERENT
+from roam_bench.run import run
+from roam_bench.scripts import child, registry
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from roam.bench import shapes
 from roam.cli import main
+from roam_bench import shapes
 
 
 def test_every_length_comes_and_the_order_stays_the_same() -> None:

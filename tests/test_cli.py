@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -645,6 +646,23 @@ def test_bench_does_nothing_where_one_name_is_wrong(
     assert cli.main(["bench", *asked, "--output", str(tmp_path / "out")]) == cli.EXIT_BAD_INPUT
     assert_one_line(capsys.readouterr().err, "--only gtp2", known)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("asked", [[], ["scripts"], ["layout", "a.csv", "--json"]])
+def test_bench_says_how_to_install_it(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", *asked]) == cli.EXIT_BAD_INPUT
+    assert_one_line(capsys.readouterr().err, "pip install ./benches")
+    arguments = cli._parser().parse_args(["bench", *asked])
+    with pytest.raises(cli.BenchmarksUnavailable) as missing:
+        arguments.run(arguments)
+    assert missing.value.code == "benchmarks_unavailable"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--help"])
+    assert ended.value.code == cli.EXIT_OK
+    assert "pip install ./benches" in " ".join(capsys.readouterr().out.split())
 
 
 def children(process: int) -> list[int]:

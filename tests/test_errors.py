@@ -34,7 +34,13 @@ _CLASSES = (
     "FormatError",
     "LayoutError",
 )
-_RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError", "ReportUnavailable"}
+_RAISERS = {
+    *_CLASSES,
+    "SolverUnavailable",
+    "MeasurementError",
+    "ReportUnavailable",
+    "BenchmarksUnavailable",
+}
 
 
 # -- codes in the sources and on the page

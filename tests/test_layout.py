@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import roam
 from roam import cli, layout
 from roam._core import synthetic_buffers, synthetic_step
-from roam.bench import scale, scale_child
 from roam.layout import Buffers
+from roam_bench import scale, scale_child
 
 INSTANCES = Path(__file__).parent.parent / "benches/layout"
 FULL = """\
@@ -398,7 +398,7 @@ def test_growth_is_told_from_a_tenth_of_the_size() -> None:
 
 def test_a_child_counts_its_own_memory() -> None:
     """Not that of the process that starts it, which holds torch."""
-    code = "from roam.bench.scale_child import peak_rss_bytes; print(peak_rss_bytes())"
+    code = "from roam_bench.scale_child import peak_rss_bytes; print(peak_rss_bytes())"
     ballast = bytearray(300_000_000)
     ballast[::4096] = b"1" * len(ballast[::4096])
     child = int(

@@ -15,9 +15,8 @@ from roam.own_code import is_compiled_step, is_own_file, is_own_module
 from roam.state.reach import Reach
 
 PACKAGE = Path(roam.__file__).parent
-AS_USERS = {"bench", "zoo"}
 ROOMS = sorted({"."} | {str(file.parent.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")})
-OWN_ROOMS = [room for room in ROOMS if Path(room).parts[:1] not in [(name,) for name in AS_USERS]]
+OWN_ROOMS = [room for room in ROOMS if Path(room).parts[:1] != ("zoo",)]
 
 
 def between(room: str) -> Callable[..., Any]:
@@ -39,7 +38,7 @@ def line_after(function: Callable[..., Any], text: str) -> str:
 
 def test_all_rooms_are_found() -> None:
     assert {"capture", "runtime", "kernels", "report", "exact"} <= set(OWN_ROOMS)
-    assert not AS_USERS & set(OWN_ROOMS)
+    assert "zoo" in set(ROOMS) - set(OWN_ROOMS)
 
 
 @pytest.mark.parametrize("room", OWN_ROOMS)
@@ -100,7 +99,7 @@ def test_names_of_own_modules() -> None:
     assert is_own_module("roam.capture.step")
     assert is_own_module(Recorder.__module__)
     assert not is_own_module("roam.zoo.catalog")
-    assert not is_own_module("roam.bench")
+    assert not is_own_module("roam_bench")
     assert not is_own_module("roaming")
     assert is_own_file(inspect.getfile(Reach))
     assert not is_own_file(__file__)

@@ -22,8 +22,11 @@ def step(line: int, size_bytes: int = 64, file: str = "roam/zoo/models.py") -> r
     return builder.build()
 
 
-def test_only_the_users_lines_count_in_a_graph() -> None:
-    assert same_plans.graph_digest(step(1)) == same_plans.graph_digest(step(7))
+@pytest.mark.parametrize(
+    "file", ["roam/zoo/models.py", "roam_bench/suite.py", "/a/clone/benches/roam_bench/suite.py"]
+)
+def test_only_the_users_lines_count_in_a_graph(file: str) -> None:
+    assert same_plans.graph_digest(step(1)) == same_plans.graph_digest(step(7, file=file))
     assert same_plans.graph_digest(step(1, file="mine.py")) != same_plans.graph_digest(
         step(7, file="mine.py")
     )

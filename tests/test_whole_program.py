@@ -16,13 +16,13 @@ from hypothesis import given, settings
 
 import roam
 from reference import Reference
-from roam.bench.paper import paper_graph
-from roam.bench.whole_program import WholeProgram, linear, whole_program
-from roam.bench.whole_program.early import early_updates
-from roam.bench.whole_program.linear import ONE, ZERO, Program, Sum
-from roam.bench.whole_program.order import OrderProgram
-from roam.bench.whole_program.problem import Problem, Streams
-from roam.bench.whole_program.start import lescea, start
+from roam_bench.paper import paper_graph
+from roam_bench.whole_program import WholeProgram, linear, whole_program
+from roam_bench.whole_program.early import early_updates
+from roam_bench.whole_program.linear import ONE, ZERO, Program, Sum
+from roam_bench.whole_program.order import OrderProgram
+from roam_bench.whole_program.problem import Problem, Streams
+from roam_bench.whole_program.start import lescea, start
 from strategies import graphs
 
 SOLVERS = ("cbc", "highs")

@@ -1,12 +1,17 @@
-"""Types of command-line arguments. argparse names them in its error messages: "invalid positive
-integer value: '0'".
+"""Types of command-line arguments, and the error of arguments that cannot be used. argparse names
+the types in its error messages: "invalid positive integer value: '0'".
 """
 
 from __future__ import annotations
 
 import math
 
+from roam.errors import RoamError
 from roam.memory_limit import MemoryLimit
+
+
+class UsageError(RoamError):
+    """Arguments that parse, but cannot be used together or here."""
 
 
 def positive_integer(text: str) -> int:

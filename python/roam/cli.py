@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import json
 import os
 import sys
@@ -18,14 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
-from roam.arguments import memory_limit, positive_integer, positive_number
-from roam.bench import command as bench_command
-from roam.bench.results import BenchError
+from roam.arguments import UsageError, memory_limit, positive_integer, positive_number
 from roam.commands import export as export_command
 from roam.commands import fit as fit_command
 from roam.commands import parallelize as parallelize_command
 from roam.commands import report as report_command
-from roam.commands.subject import UsageError, add_sharding, add_subject, subject_of
+from roam.commands.subject import add_sharding, add_subject, subject_of
 from roam.disk_cache import disk_cache
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.report import Progress, figures, peak_place, plan_table
@@ -69,10 +68,18 @@ _SETTING_CODES = (
     "sharding_memory",
 )
 """Codes of errors that say that no plan can be made as asked."""
+_NO_BENCHMARKS = (
+    "benchmarks are a package of their own, roam-bench, which is not installed; "
+    "pip install ./benches in a clone of roam's repository"
+)
 _ANY_LIMIT = 2**40
 """More bytes than any graph takes by which options are checked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Shares of the step-local total at which recomputation is tried."""
+
+
+class BenchmarksUnavailable(UsageError):
+    """The package of the benchmarks is not installed."""
 
 
 def _baseline_name(text: str) -> tuple[str, str]:
@@ -221,12 +228,29 @@ def _parser() -> argparse.ArgumentParser:
     kept = command("cache", _cache, "list what compiled steps have kept on disk, or remove it")
     kept.add_argument("--clear", action="store_true", help="remove all of it")
 
-    bench = commands.add_parser(
-        "bench",
-        help="run a benchmark: plans against published figures and other planners, and more",
+    _add_benchmarks(
+        commands.add_parser(
+            "bench",
+            help="run a benchmark: plans against published figures and other planners, and more",
+        )
     )
-    bench_command.add_commands(bench)
     return parser
+
+
+def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    """Benchmarks are a package of their own, which may not be installed."""
+    if importlib.util.find_spec("roam_bench") is not None:
+        from roam_bench.command import add_commands
+
+        add_commands(parser)
+    else:
+        parser.description = _NO_BENCHMARKS[0].upper() + _NO_BENCHMARKS[1:] + "."
+        parser.add_argument("asked", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.set_defaults(run=_no_benchmarks)
+
+
+def _no_benchmarks(arguments: argparse.Namespace) -> int:
+    raise BenchmarksUnavailable(_NO_BENCHMARKS, code="benchmarks_unavailable")
 
 
 def _write(text: str) -> None:
@@ -514,7 +538,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         GraphError,
         FormatError,
         zoo.ZooError,
-        BenchError,
         UsageError,
         ReportUnavailable,
     ) as error:

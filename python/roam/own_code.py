@@ -4,8 +4,7 @@ Capture reads Python's stack, tracebacks and the modules of functions and classe
 roam's own frames to find the user's line, and roam's own functions and classes, which hold no state
 of the user's. Nothing else depends on where a file of roam is.
 
-The training steps of `roam.zoo` and `roam.bench` are written as a user would write them, and count
-as the user's.
+The training steps of `roam.zoo` are written as a user would write them, and count as the user's.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ from typing import Final, TypeVar
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _FOLDER: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_AS_USERS: Final = ("bench", "zoo")
-_FOLDERS_AS_USERS: Final = tuple(_FOLDER + name + os.sep for name in _AS_USERS)
-_MODULES_AS_USERS: Final = tuple(f"{_PACKAGE}.{name}" for name in _AS_USERS)
+_FOLDER_AS_USERS: Final = _FOLDER + "zoo" + os.sep
+_MODULES_AS_USERS: Final = f"{_PACKAGE}.zoo"
 _Kind = TypeVar("_Kind", bound=type)
 
 _compiled_steps: Final[list[type]] = []
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a file is roam's, and no training step of `roam.zoo` or `roam.bench`."""
-    return file.startswith(_FOLDER) and not file.startswith(_FOLDERS_AS_USERS)
+    """Whether a file is roam's, and no training step of `roam.zoo`."""
+    return file.startswith(_FOLDER) and not file.startswith(_FOLDER_AS_USERS)
 
 
 def is_own_module(name: str) -> bool:
-    """Whether a module's dotted name is one of roam's, and none of `roam.zoo` or `roam.bench`."""
-    if not _is_in(name, _PACKAGE):
-        return False
-    return not any(_is_in(name, other) for other in _MODULES_AS_USERS)
+    """Whether a module's dotted name is one of roam's, and none of `roam.zoo`."""
+    return _is_in(name, _PACKAGE) and not _is_in(name, _MODULES_AS_USERS)
 
 
 def shown_file(file: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from roam.arguments import memory_limit
-from roam.commands.subject import UsageError, add_subject, planned_subject
+from roam.arguments import UsageError, memory_limit
+from roam.commands.subject import add_subject, planned_subject
 from roam.report.export import check_format, write_export
 
 

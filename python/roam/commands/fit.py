@@ -9,8 +9,8 @@ from typing import Any
 
 import roam
 from roam import Graph, zoo
-from roam.arguments import memory_limit, positive_integer
-from roam.commands.subject import UsageError, add_capture, settings_of
+from roam.arguments import UsageError, memory_limit, positive_integer
+from roam.commands.subject import add_capture, settings_of
 from roam.interrupts import interrupts_count
 from roam.report import Progress
 from roam.report.figures import plan_figures

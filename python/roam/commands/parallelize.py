@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
-from roam.arguments import memory_limit, mesh_shape, positive_integer
-from roam.commands.subject import UsageError, add_capture, settings_of
+from roam.arguments import UsageError, memory_limit, mesh_shape, positive_integer
+from roam.commands.subject import add_capture, settings_of
 from roam.interrupts import interrupts_count
 from roam.report import Progress
 

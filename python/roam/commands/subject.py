@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roam import Graph, Plan, optimize, zoo
-from roam.arguments import positive_integer, positive_number
-from roam.errors import RoamError
+from roam.arguments import UsageError, positive_integer, positive_number
 from roam.interrupts import interrupts_count
 from roam.report import Progress
 from roam.report.anatomy import Planned
@@ -30,10 +29,6 @@ CAPTURE_DEFAULTS: dict[str, Any] = {
     "step": "steady",
     "device": "cpu",
 }
-
-
-class UsageError(RoamError):
-    """Arguments that parse, but not together."""
 
 
 @dataclass(frozen=True)

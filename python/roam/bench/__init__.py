@@ -1,1 +1,0 @@
-"""Benchmarks and sweeps that anyone can run: `roam bench`."""
