@@ -74,7 +74,7 @@ dependencies: $(BIN)/maturin
 	rm -rf target/uv
 
 # One core builds the planner while another unpacks packages. An older build of the same version is replaced. The
-# benchmarks run where they lie, built by the setuptools that torch needs.
+# benchmarks run where they lie, built by the setuptools that is installed.
 install: $(BIN)/maturin
 	$(MAKE) --no-print-directory --jobs 2 wheel dependencies
 	$(MAKE) --no-print-directory install-wheel
