@@ -219,4 +219,4 @@ ci:
 
 clean:
 	$(CARGO) clean --quiet
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache benches/build benches/*.egg-info
