@@ -6,7 +6,8 @@ It puts three things into a test suite, which stays as it is on disk:
 - `transformers.Trainer.train` and `lightning.Trainer.fit` compile the trainer or module first, by
   the integrations.
 - A loop in a test or in its helpers whose body calls `backward` and an optimizer's `step` becomes
-  a loop over a function of that body, which is compiled.
+  a loop over a function of that body, which is compiled. So does the call of `step` in a loop that
+  sets gradients by hand.
 - Each test starts from the same seeds and leaves a *trace*: digests of what the trainings
   in it leave (weights, optimizer state, logs, results of each loop).
 
@@ -149,11 +150,14 @@ def _patch_lightning() -> None:
 
 
 class _Body:
-    """The compiled body of one loop."""
+    """The compiled body of one loop.
 
-    def __init__(self, body: Callable[..., Any]) -> None:
+    Gradients are kept where the body has no backward pass: they are the test's own.
+    """
+
+    def __init__(self, body: Callable[..., Any], keep_grads: bool) -> None:
         self.body = body
-        self.step = roam.compile(body) if IS_PLANNED else body
+        self.step = roam.compile(body, keep_grads=keep_grads) if IS_PLANNED else body
         self.traced = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -188,13 +192,16 @@ def _own(nodes: list[Any]) -> Iterator[ast.AST]:
 
 def _step_of(body: list[ast.stmt]) -> slice:
     """Which of these statements train: those that call `backward` and `step`, or `step` with a
-    closure, and what lies between them and before them; empty if none does.
+    closure, and what lies between them and before them; empty if none does. Where the loop sets
+    gradients by hand, these are the calls of `step` and what lies between them.
 
     Statements without a call that come first stay outside, and all that come last, such as a
     test's assertions.
     """
     backward = [index for index, part in enumerate(body) if _calls([part], "backward")]
     steps = [index for index, part in enumerate(body) if _calls([part], "step")]
+    if steps and not backward and _sets_gradients(body):
+        return slice(min(steps), max(steps) + 1)
     if not steps or not (backward or any(call.args for call in _calls(body, "step"))):
         return slice(0, 0)
     first = next(index for index, part in enumerate(body) if _has_call(part))
@@ -211,6 +218,13 @@ def _calls(body: list[ast.stmt], method: str) -> list[ast.Call]:
         and node.func.attr == method
         and "sched" not in ast.dump(node.func)
     ]
+
+
+def _sets_gradients(body: list[ast.stmt]) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Store)
+        for node in _own(body)
+    )
 
 
 def _has_call(statement: ast.stmt) -> bool:
@@ -282,7 +296,8 @@ class _Loops(ast.NodeTransformer):
         definition = ast.FunctionDef(
             made, arguments, [*body, ast.Return(leaves)], [], type_params=[]
         )
-        wrapped = ast.parse(f"{step} = __import__('upstream_plugin')._Body({made})").body
+        keeps = _sets_gradients(loop.body) and not _calls(body, "backward")
+        wrapped = ast.parse(f"{step} = __import__('upstream_plugin')._Body({made}, {keeps})").body
         call = ast.Call(
             ast.Name(step, ast.Load()), [ast.Name(name, ast.Load()) for name in given], []
         )

@@ -280,7 +280,14 @@ def draws_by_them(my, x, y):
     noise = torch.empty_like(x).normal_(0.0, 1 / my.steps)
     shift = torch.empty_like(x).uniform_(-0.1 * my.steps, 0.1 * my.steps)
     kept = torch.empty_like(x).bernoulli_(p=my.steps / 10)
-    return train(my, x * kept + noise + shift, y), torch.nn.init.normal_(noise, std=my.steps)
+    others = (
+        torch.normal(0.0, 1 / my.steps, (3,)),
+        torch.normal(x, 1 / my.steps),
+        torch.bernoulli(x, my.steps / 10) + x.bernoulli(my.steps / 10),
+        torch.empty_like(x).geometric_(my.steps / 10),
+    )
+    loss = train(my, x * kept + noise + shift, y)
+    return loss, torch.nn.init.normal_(noise, std=my.steps), others
 
 
 def drops_out_by_them(my, x, y):

@@ -79,6 +79,30 @@ def test_a_closure_is_a_step() -> None:
     assert "_Body" in rewritten(f"def train(optimizer, closure):\n    {CLOSURE}")
 
 
+BY_HAND = """
+def train():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, kept = torch.optim.SGD([weight], 0.1, momentum=0.9), []
+    for i in range(3):
+        weight.grad = torch.full((3,), float(i))
+        optimizer.step()
+        kept.append((weight.tolist(), weight.grad.tolist()))
+    return kept
+"""
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_step_on_gradients_set_by_hand_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, is_planned: bool
+) -> None:
+    monkeypatch.setattr(upstream_plugin, "IS_PLANNED", is_planned)
+    source = rewritten(BY_HAND)
+    body = source[source.index("def __upstream_body") : source.index("__import__")]
+    assert "step" in body
+    assert "grad" not in body
+    assert result(source) == result(BY_HAND)
+
+
 def test_a_trace_tells_bits_apart() -> None:
     upstream_plugin.seen.trace.clear()
     for value in (torch.zeros(2), torch.zeros(2), -torch.zeros(2), {"loss": 1.0}, {"loss": 2.0}):

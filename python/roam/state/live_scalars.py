@@ -234,9 +234,13 @@ _FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
 their arguments. They only hand it on.
 """
 
-_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_")
-"""Methods that draw random numbers, in C++, by plain floats. Their gradient is zero, so autograd
-keeps none of these.
+_DRAWS: tuple[tuple[Any, str], ...] = (
+    *((torch.Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_")),
+    *((torch.Tensor, name) for name in ("log_normal_", "cauchy_", "geometric_", "bernoulli")),
+    *((torch, name) for name in ("normal", "bernoulli")),
+)
+"""What draws random numbers, in C++, by plain floats. Their gradient is zero, so autograd keeps
+none of these.
 """
 
 _QUESTIONS: dict[str, Callable[[Any], bool]] = {
@@ -589,8 +593,8 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
     for name in ("tensor", "as_tensor"):
         yield torch, name, to_tensor(getattr(torch, name))
     yield torch.Tensor, "new_tensor", new_tensor
-    for name in _DRAWS:
-        yield torch.Tensor, name, drawing(getattr(torch.Tensor, name))
+    for drawn_by, name in _DRAWS:
+        yield drawn_by, name, drawing(getattr(drawn_by, name))
     for name in ("dropout", "dropout_"):
         for holder in (torch, VF):
             yield holder, name, dropping(getattr(torch, name), name == "dropout_")

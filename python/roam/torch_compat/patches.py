@@ -174,7 +174,9 @@ PATCHES: Final = (
     Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
     Patch("torch.Tensor", ("new_tensor",), _NUMBER, _NO_NUMBER),
-    Patch("torch.Tensor", ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"), _PLAIN, _NO_PLAIN),
+    Patch("torch.Tensor", ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli"),
+          _PLAIN, _NO_PLAIN),
+    Patch("torch", ("normal", "bernoulli"), _PLAIN, _NO_PLAIN),
     *(Patch(holder, ("dropout", "dropout_"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch._VF")),
     *(Patch(holder, ("quantile", "nanquantile"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch.Tensor")),
     # Loaders of data.
