@@ -316,6 +316,55 @@ def test_no_operator_goes_on_where_eager_raises(name: str, one_thread: None) -> 
     assert not wrong
 
 
+DIVISIONS = {"div trunc_rounding", "div floor_rounding", "floor_divide", "fmod", "remainder"}
+DIVISIONS |= {"__rmod__"}
+"""What raises an error if an integer is divided by zero: dropped where nothing reads it."""
+TYPICALLY_DROPPED = ("gather", "linalg.eigh", "linalg.svd", "nn.functional.embedding")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in TYPICALLY_DROPPED else pytest.param(name, marks=pytest.mark.long)
+        for name in OPERATORS
+        if name not in DIVISIONS
+    ],
+)
+def test_no_operator_goes_on_whose_result_nobody_reads(name: str, one_thread: None) -> None:
+    op = OPERATORS[name]
+    wrong = [
+        f"{dtype}: {fault}"
+        for dtype in (torch.float32, torch.int64)
+        if dtype in op.dtypes and (dtype is torch.float32 or torch.float32 not in op.dtypes)
+        for arguments in samples(op, dtype, 1)
+        for fault in judged(op.op, arguments, drops=True)
+    ]
+    assert not wrong
+
+
+def test_a_kernel_that_raises_comes_before_changes_that_do_not_need_it() -> None:
+    """Memory alone would have it after them: its result is large, and nothing frees its inputs."""
+    weight = torch.nn.Parameter(torch.ones(4096))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @roam.compile
+    def step(table: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        rows = table.gather(0, index.expand(4096))
+        loss = weight.exp().tanh().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), rows
+
+    table = torch.rand(8)
+    step(table, torch.tensor([0]))
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        step(table, torch.tensor([9]))
+    assert torch.equal(before, weight)
+
+
 def _of(kind: type, **given: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:
     return kind, given
 
