@@ -52,10 +52,13 @@ class Trained:
     know their values, and updates the parameter.
     """
 
-    def __init__(self, function: Step, arguments: Any, *, trains: bool = True) -> None:
-        """`arguments`: (args, kwargs), in which tensors are those that a call brings."""
+    def __init__(
+        self, function: Step, arguments: Any, *, trains: bool = True, drops: bool = False
+    ) -> None:
+        """`arguments`: (args, kwargs), in which tensors are those that a call brings; `drops`:
+        whether nothing reads what the function makes."""
         self._leaves, self._spec = pytree.tree_flatten(arguments)
-        self._function, self._trains = function, trains
+        self._function, self._trains, self._drops = function, trains, drops
         self.weight = torch.nn.Parameter(torch.ones(()))
         self._optimizer = torch.optim.SGD([self.weight], lr=0.01)
 
@@ -78,6 +81,8 @@ class Trained:
             for leaf in pytree.tree_leaves(self._function(*args, **kwargs))
             if isinstance(leaf, torch.Tensor)
         ]
+        if self._drops:
+            made = [self.weight * 2]
         trained = [result for result in made if result.requires_grad]
         if trained:
             torch.autograd.backward(trained, list(map(torch.ones_like, trained)))
@@ -103,12 +108,12 @@ def outcome(trained: Trained, step: Step, tensors: list[torch.Tensor]) -> Except
     return None
 
 
-def judged(function: Step, arguments: Any) -> list[str]:
+def judged(function: Step, arguments: Any, *, drops: bool = False) -> list[str]:
     """What is wrong with a step by plan that is captured with good values and then gets bad ones:
     errors of eager PyTorch's that do not come, and errors after which the parameter has changed
     and that do not say so.
     """
-    trained = Trained(function, arguments)
+    trained = Trained(function, arguments, drops=drops)
     good = trained.given
     if outcome(trained, trained, good) is not None:
         return []  # eager PyTorch does not take it so

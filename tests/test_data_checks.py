@@ -3,6 +3,7 @@ changed anything, or leaves the call to the step's own `except`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -220,6 +221,18 @@ def _tried_around(w: Any, index: Any) -> Any:
     return row
 
 
+def _suppressed(w: Any, index: Any) -> Any:
+    row = w * 3
+    with contextlib.suppress(IndexError):
+        row = _looked_up(w, index)
+    return row
+
+
+def _with_gradients(w: Any, index: Any) -> Any:
+    with torch.enable_grad(), contextlib.nullcontext():
+        return _looked_up(w, index)
+
+
 def steps_in(
     body: Callable[..., Any], norm: Callable[[Any], Any], wrap: Callable[[Any], Any]
 ) -> Iterator[Any]:
@@ -241,7 +254,7 @@ def steps_in(
         yield from (weight.detach().clone(), torch.get_rng_state())
 
 
-@pytest.mark.parametrize("body", [_tried, _tried_around])
+@pytest.mark.parametrize("body", [_tried, _tried_around, _suppressed])
 def test_a_kernel_that_fails_inside_a_try_leaves_the_call_to_the_step(
     body: Callable[..., Any],
 ) -> None:
@@ -252,7 +265,15 @@ def test_a_kernel_that_fails_inside_a_try_leaves_the_call_to_the_step(
     assert_same_bits(eager, planned)
 
 
-@pytest.mark.parametrize(("body", "code"), [(_tried, "torn"), (_looked_up, "failed_as_eager")])
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (_tried, "torn"),
+        (_suppressed, "torn"),
+        (_looked_up, "failed_as_eager"),
+        (_with_gradients, "failed_as_eager"),
+    ],
+)
 def test_only_an_error_outside_of_a_try_is_said_to_leave_what_eager_leaves(
     body: Callable[..., Any], code: str
 ) -> None:
@@ -293,6 +314,55 @@ def test_no_operator_goes_on_where_eager_raises(name: str, one_thread: None) -> 
         for fault in judged(op.op, arguments)
     ]
     assert not wrong
+
+
+DIVISIONS = {"div trunc_rounding", "div floor_rounding", "floor_divide", "fmod", "remainder"}
+DIVISIONS |= {"__rmod__"}
+"""What raises an error if an integer is divided by zero: dropped where nothing reads it."""
+TYPICALLY_DROPPED = ("gather", "linalg.eigh", "linalg.svd", "nn.functional.embedding")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in TYPICALLY_DROPPED else pytest.param(name, marks=pytest.mark.long)
+        for name in OPERATORS
+        if name not in DIVISIONS
+    ],
+)
+def test_no_operator_goes_on_whose_result_nobody_reads(name: str, one_thread: None) -> None:
+    op = OPERATORS[name]
+    wrong = [
+        f"{dtype}: {fault}"
+        for dtype in (torch.float32, torch.int64)
+        if dtype in op.dtypes and (dtype is torch.float32 or torch.float32 not in op.dtypes)
+        for arguments in samples(op, dtype, 1 if name in TYPICALLY_DROPPED else MOST_SAMPLES)
+        for fault in judged(op.op, arguments, drops=True)
+    ]
+    assert not wrong
+
+
+def test_a_kernel_that_raises_comes_before_changes_that_do_not_need_it() -> None:
+    """Memory alone would have it after them: its result is large, and nothing frees its inputs."""
+    weight = torch.nn.Parameter(torch.ones(4096))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @roam.compile
+    def step(table: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        rows = table.gather(0, index.expand(4096))
+        loss = weight.exp().tanh().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), rows
+
+    table = torch.rand(8)
+    step(table, torch.tensor([0]))
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        step(table, torch.tensor([9]))
+    assert torch.equal(before, weight)
 
 
 def _of(kind: type, **given: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:

@@ -52,6 +52,25 @@ DATA_CHECKS: Final = frozenset((
 ))  # fmt: skip
 """What does nothing but raise an error if data is not as an operator of PyTorch wants it."""
 
+RAISING: Final = frozenset(
+    f"aten::{name}"
+    for base in (
+        "_embedding_bag", "_embedding_bag_forward_only", "_histogramdd_bin_edges", "_linalg_eigh", "_linalg_svd",
+        "bernoulli", "binary_cross_entropy", "bincount", "cholesky_inverse", "embedding", "gather", "histc", "histogram",
+        "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
+        "index_select", "linalg_eig", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_solve",
+        "linalg_matrix_sqrth", "linalg_pinv", "linalg_polar", "lu_unpack", "max_unpool2d", "max_unpool3d",
+        "multi_margin_loss", "multilabel_margin_loss_forward", "multinomial", "nll_loss_forward", "nll_loss2d_forward",
+        "normal", "put", "scatter", "scatter_add", "scatter_reduce", "take",
+    )
+    for name in (base, f"{base}_")
+) | {
+    f"torch_nn::_linear_cross_entropy_batch_chunked{end}" for end in ("", "_no_reduction")
+}  # fmt: skip
+"""Kernels that raise an error for some data, on the CPU: for indices that are out of range, or for
+what an algorithm does not converge on. `tests/test_data_checks.py` looks for them among all of
+PyTorch's operators. Divisions of integers by zero are left out: the same kernels divide floats."""
+
 
 def check_data(
     operator: Callable[..., Any],

@@ -53,7 +53,7 @@ def _order(program: Program, branches: list[int]) -> list[int]:
     calls = program.calls
     if not branches:
         return list(range(len(calls)))
-    needs = _needs(program)
+    needs = needed_by(program)
     needed = set(branches)
     for index in range(branches[-1], -1, -1):
         if index in needed:
@@ -83,7 +83,7 @@ def _changes(program: Program, call: Call) -> set[int]:
     return {storage for storage in written if program.storages[storage].creator < 0}
 
 
-def _needs(program: Program) -> list[set[int]]:
+def needed_by(program: Program) -> list[set[int]]:
     """Per call, the earlier ones that it has to come after, whatever the order."""
     makers: dict[int, int] = {}
     writers: dict[int, int] = {}
@@ -238,4 +238,4 @@ def _add_copy(program: Program, slot: int, writer: int) -> tuple[int, int, int]:
     return slot, copy, index
 
 
-__all__ = ["checks_first"]
+__all__ = ["checks_first", "needed_by"]

@@ -17,10 +17,10 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
-from roam.program.checks import DATA_CHECKS, check_data
+from roam.program.checks import DATA_CHECKS, RAISING, check_data
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
-from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
+from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload, schema_of
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
 """How autograd sees a tensor. ``"none"``: as a plain tensor, or one from before the step.
@@ -161,6 +161,11 @@ class Call:
     def is_data_check(self) -> bool:
         """Whether it is a check of data that an operator of PyTorch's makes."""
         return self.is_check and (self.target is check_data or self.target in DATA_CHECKS)
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether it is a kernel that raises an error for some data."""
+        return isinstance(self.target, OpOverload) and schema_of(self.target).name in RAISING
 
     def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, its generator's

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from roam._core import Graph, GraphBuilder
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
+from roam.program.early_checks import needed_by
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
@@ -146,7 +147,11 @@ class Lowering:
         self.operators = list(_operators(program))
         self._leaving = program.leaving()
         self._kinds = kinds_of(program, self._leaving)
-        self._controls = [*_waiting_updates(program), *_first_checks(program)]
+        self._controls = [
+            *_waiting_updates(program),
+            *_first_checks(program),
+            *_first_raising(program),
+        ]
         # A function that is none of PyTorch's operators may do what it likes with the memory of a
         # tensor that it gets: hand it to NumPy, after which it cannot be resized, or read from the
         # start of the storage instead of the tensor's, as `torch.set_rng_state` does.
@@ -838,6 +843,30 @@ def _first_checks(program: Program) -> Iterator[tuple[int, int]]:
             yield check, index
         if call.is_check:
             check = index
+
+
+def _first_raising(program: Program) -> Iterator[tuple[int, int]]:
+    """(call, later call): nothing that exists before the step is changed before a kernel that
+    raises an error for some data, and comes first in the program. Most changes depend on such
+    kernels anyway, which look up and compare in the forward pass.
+    """
+    raising = [index for index, call in enumerate(program.calls) if call.may_raise]
+    if not raising:
+        return
+    bits = {index: 1 << place for place, index in enumerate(raising)}
+    after: list[int] = []  # per call, the bits of those that it comes after anyway
+    begun = 0
+    for index, (call, needs) in enumerate(zip(program.calls, needed_by(program), strict=True)):
+        passed = 0
+        for needed in needs:
+            passed |= after[needed]
+        changed = map(program.storage_of, call.mutates)
+        waits = any(program.storages[number].creator < 0 for number in changed)
+        if waits and (missing := begun & ~passed):
+            yield from ((one, index) for one, bit in bits.items() if bit & missing)
+            passed = begun
+        begun |= (own := bits.get(index, 0))
+        after.append(passed | own)
 
 
 def _is_written(placed: WritesResults | None) -> bool:

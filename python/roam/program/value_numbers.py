@@ -259,6 +259,7 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
     matters.update(program.storage_of(slot) for slot in needed)
     set_later: set[Hashable] = set()
     """Generators whose state is set before anything reads it or draws from it."""
+    unread = set(_unread(program))
     kept: list[int] = []
     for index in sorted(among, reverse=True):
         call = calls[index]
@@ -280,13 +281,30 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
             set_later.discard(device)
         elif call.random:
             set_later.clear()
-        elif not is_used and call.outputs and not call.is_check:
+        elif not is_used and call.outputs and not (call.is_check or index in unread):
             continue
         kept.append(index)
         for slot in call.refs():
             needed.add(slot)
             matters.add(program.storage_of(slot))
     return kept[::-1]
+
+
+def _unread(program: Program) -> Iterator[int]:
+    """Kernels that the program keeps for the errors alone that they raise."""
+    raising = [index for index, call in enumerate(program.calls) if call.may_raise]
+    if not raising:
+        return
+    used = program.outgoing()
+    last_use: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        used.update(call.refs())
+        last_use.update((program.storage_of(slot), index) for slot in call.refs())
+    for index in raising:
+        call = program.calls[index]
+        written = map(program.storage_of, call.mutates)
+        if used.isdisjoint(call.outputs) and all(last_use[one] == index for one in written):
+            yield index
 
 
 def _without_idle_sets(program: Program, calls: list[Call], kept: Iterable[int]) -> Iterator[int]:
