@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 import roam
 from newer import needs_2_15
 from roam.capture.tracing.kernel_facts import HIDDEN_MUTATION, facts_of
-from roam.program import passes
-from roam.program.ir import Program
+from roam.program import effects, passes
+from roam.program.diff import difference
+from roam.program.ir import Program, Ref, Result
 from training import TRAININGS, assert_same_bits, plain_step, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -471,24 +473,53 @@ class TestRefuses:
 def test_a_pass_keeps_every_field_of_a_program() -> None:
     """Those that name slots have their own tests; each of the others is what it was."""
     program = Program()
-    renamed = {
-        *("calls", "slots", "storages", "referenced", "constants", "entering", "result", "rebinds"),
-        *("flags", "detached", "skippable", "after"),
-    }
+    renamed = {"calls", "slots", "storages", "referenced", "constants", "entering"}
     kinds = {"list": list, "dict": dict, "set": set}
     kept = {}
     for part in dataclasses.fields(Program):
-        if part.name in renamed:
+        if part.name in {*renamed, "result", "effects"}:
             continue
         kind = kinds.get(str(part.type).partition("[")[0])
         mark = {"kept": part.name}
         value = mark if kind in (dict, None) else kind([part.name])
         setattr(program, part.name, value)
         kept[part.name] = value
-    program.result = ([], None)
-    assert len(kept) > 20
+    result = {part.name: [part.name] for part in dataclasses.fields(Result)}
+    program.result = Result(**result)
+    assert len(kept) > 8
     after = passes.renumbered(program)
     assert {name: getattr(after, name) for name in kept} == kept
+    assert {name: getattr(after.result, name) for name in result} == result
+
+
+EFFECTS = [
+    kind
+    for kind in vars(effects).values()
+    if isinstance(kind, type) and issubclass(kind, effects.Effect) and kind is not effects.Effect
+]
+
+
+@pytest.mark.parametrize("kind", EFFECTS, ids=lambda kind: kind.__name__)
+def test_a_pass_keeps_every_effect(kind: Any) -> None:
+    """With its slots renamed and everything else as it was; and it is one of those compared."""
+    program = Program()
+    program.slots = [None, None]
+    names = [part.name for part in dataclasses.fields(kind)]
+    special = {"parameters": [SimpleNamespace(path="p")], "history": "leaf", "joined": None}
+    parts = {name: special.get(name, SimpleNamespace(path=name)) for name in names}
+
+    def naming(slot: int) -> dict[str, Any]:
+        named = {"slot": slot, "arguments": ([Ref(slot)], {})}
+        return parts | {name: value for name, value in named.items() if name in parts}
+
+    program.effects = [kind(**naming(1))]
+    (after,) = passes.renumbered(program).effects
+    parts = naming(0)
+    assert {name: getattr(after, name) for name in parts} == parts
+    assert isinstance(after.what, str)
+    assert (
+        difference(program, dataclasses.replace(program, effects=[])) == f"the {after.what} differ"
+    )
 
 
 def test_a_tensor_may_be_set_to_itself() -> None:

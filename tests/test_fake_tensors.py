@@ -220,7 +220,7 @@ def test_results_are_remembered_for_what_kernels_see_and_nothing_else() -> None:
             calls,
             program.slots,
             [(s.size_bytes, s.creator) for s in program.storages],
-            repr(program.histories),
+            repr(program.result.histories),
         )
 
     known = Known()

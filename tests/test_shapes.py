@@ -21,7 +21,8 @@ import torch
 import roam
 from roam.capture.step import Variant, capture_step
 from roam.program.diff import _changed_sizes, _follows, has_same_structure, is_resized, share
-from roam.program.ir import Call, Program, Ref, Source
+from roam.program.effects import Rebind
+from roam.program.ir import Call, Program, Ref, Result, Source
 from roam.program.lower import Lowering
 from roam.runtime.strategy import ordered_as
 from roam.state.guards import Guards
@@ -680,8 +681,8 @@ def test_programs_of_another_structure_are_told_apart() -> None:
         ),
         _with(program, calls=program.calls[:-1]),
         _with(program, entering={slot}),
-        _with(program, result=([], program.result[1])),
-        _with(program, rebinds=[*program.rebinds, (reference, slot)]),
+        _with(program, result=Result([], program.result.spec)),
+        _with(program, effects=[*program.effects, Rebind(reference, slot)]),
         _with(program, constants=[*program.constants, (torch.zeros(1), slot)]),
     ]  # fmt: skip
     assert [has_same_structure(program, one) for one in changed] == [False] * len(changed)

@@ -43,6 +43,7 @@ from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
+from roam.program.effects import Rebind
 from roam.program.gradient_lifetime import settle_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
@@ -262,7 +263,7 @@ class Known:
         changes the program.
         """
         self.programs.append(
-            replace(program, dropped=list(program.dropped), absent=list(program.absent))
+            replace(program, effects=list(program.effects), absent=list(program.absent))
         )
         del self.programs[:-_MOST_KNOWN]
 
@@ -733,7 +734,7 @@ def _resized(program: Program) -> str | None:
     has.
     """
     found = {reference.path: program.slots[slot] for reference, slot in program.referenced}
-    for reference, slot in program.rebinds:
+    for reference, slot in ((one.reference, one.slot) for one in program.of(Rebind)):
         before, after = found.get(reference.path), program.slots[slot]
         if before is not None and after is not None and before.shape != after.shape:
             return (
@@ -929,7 +930,7 @@ class _Tracer:
                         reference = PlaceReference(
                             setting.space, setting.key, path, "buffer", tied=False
                         )
-                        program.rebinds.append((reference, setting.slot))
+                        program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
                 programs.append(self.known.pruned(program))
@@ -1092,7 +1093,7 @@ class _Tracer:
         if not places or not agree(programs, last):
             return ()
         for program, other in zip(programs, last, strict=True):
-            program.passed = other.passed
+            program.result.passed = other.result.passed
         return places
 
 

@@ -7,17 +7,18 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, zip_longest
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from roam.program.bits import differ
-from roam.program.ir import Call, ComputedGuard, Program, Ref, substitute
-from roam.state.equality import same, show
+from roam.program.effects import Rebind
+from roam.program.ir import Call, ComputedGuard, Joined, Program, Ref, substitute
+from roam.state.equality import same
 from roam.state.messages import BLANK
-from roam.state.references import ArgumentReference, Skeleton
+from roam.state.references import ArgumentReference
 from roam.torch_compat.private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -46,26 +47,22 @@ def difference(first: Program, second: Program) -> str | None:
         ("tensors", first.slots, second.slots),
         ("storages", _blocks(first), _blocks(second)),
         ("references", _paths(first.referenced), _paths(second.referenced)),
-        ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
         ("layouts over devices", _layouts(first), _layouts(second)),
-        ("changes of requires_grad", first.flags, second.flags),
-        ("histories ended in place", first.detached, second.detached),
         ("histories", _histories(first), _histories(second)),
-        ("results' structures", first.result[1], second.result[1]),
+        ("results' structures", first.result.spec, second.result.spec),
         ("lists that grow", _grows(first), _grows(second)),
-        ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
         ("numbers of schedulers", _late(first), _late(second)),
     ):
         if one_value != other_value:
             return f"the {what} differ"
-    for one_text, other_text in zip(first.messages, second.messages, strict=True):
+    for one_text, other_text in zip(first.result.messages, second.result.messages, strict=True):
         if one_text != other_text:
             return (
                 f"it prints {_shown(one_text)} in one trace, and {_shown(other_text)} in the other"
             )
-    if not _same_values(first.plain_state, second.plain_state):
-        return _other_values(first.plain_state, second.plain_state)
-    if not _is_resized(first.result[0], second.result[0], set()):
+    if (unlike := _other_effect(first, second, set())) is not None:
+        return unlike
+    if not _is_resized(first.result.leaves, second.result.leaves, set()):
         return "the results differ"
     if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
@@ -73,7 +70,7 @@ def difference(first: Program, second: Program) -> str | None:
 
 
 def _grows(program: Program) -> list[str]:
-    return [path for path, _ in program.growing]
+    return [path for path, _ in program.result.growing]
 
 
 def is_resized(known: Program, program: Program) -> bool:
@@ -92,26 +89,18 @@ def is_resized(known: Program, program: Program) -> bool:
         and [storage.creator for storage in known.storages] == [storage.creator for storage in program.storages]
         and known.entering == program.entering
         and _paths(known.referenced) == _paths(program.referenced)
-        and _paths(known.rebinds) == _paths(program.rebinds)
         and _grows(known) == _grows(program)
         and _layouts_are_resized(known, program)
-        and (known.flags, known.detached) == (program.flags, program.detached)
         and _histories(known) == _histories(program)
-        and known.result[1] == program.result[1]
-        and _is_resized(known.result[0], program.result[0], sizes)
-        and _same_values(known.plain_state, program.plain_state)
+        and known.result.spec == program.result.spec
+        and _is_resized(known.result.leaves, program.result.leaves, sizes)
         and _same_values(known.plain_before, program.plain_before)
         and _same_decisions(known, program)
         and _same_guards(known, program, sizes)
         and _same_constants(known.constants, program.constants)
         and known.split == program.split
-        and known.skippable == program.skippable
         and _late(known) == _late(program)
-        and len(known.after) == len(program.after)
-        and all(
-            (one.path, one.position) == (two.path, two.position) and _is_resized(one.arguments, two.arguments, sizes)
-            for one, two in zip(known.after, program.after, strict=True)
-        )
+        and _other_effect(known, program, sizes) is None
     )  # fmt: skip
 
 
@@ -128,7 +117,7 @@ def has_same_structure(one: Program, other: Program) -> bool:
         and one.entering == other.entering
         and one.outgoing() == other.outgoing()
         and _kinds_of_references(one.referenced) == _kinds_of_references(other.referenced)
-        and _kinds_of_references(one.rebinds) == _kinds_of_references(other.rebinds)
+        and _kinds_of_references(_rebinds(one)) == _kinds_of_references(_rebinds(other))
         and [slot for _, slot in one.constants] == [slot for _, slot in other.constants]
     )
 
@@ -183,17 +172,34 @@ def _is_same_nest(one: Any, two: Any) -> bool:
     return bool(one == two) if kind is Ref else same(one, two)
 
 
-def _histories(program: Program) -> list[tuple[str, Any]]:
-    """How autograd sees the results, and what references hold afterwards."""
-    named = [*(("", history) for history in program.histories), *program.historic.items()]
+def _rebinds(program: Program) -> list[tuple[Any, int]]:
+    return [(one.reference, one.slot) for one in program.of(Rebind)]
+
+
+def _histories(program: Program) -> list[Any]:
+    """How autograd sees the results."""
     return [
-        (path, history if isinstance(history, str) else [reference.path for reference in history])
-        for path, history in named
+        history if isinstance(history, str) else [reference.path for reference in history]
+        for history in program.result.histories
     ]
 
 
 def _late(program: Program) -> list[tuple[int, str, int]]:
-    return [(place, number.reference.path, number.calls) for place, number in program.late]
+    return [(place, number.reference.path, number.calls) for place, number in program.result.late]
+
+
+def _other_effect(known: Program, program: Program, sizes: set[tuple[int, int]]) -> str | None:
+    """None if programs have the same effects, except that numbers they give may follow from sizes;
+    else the first that differ.
+    """
+    for one, two in zip_longest(known.effects, program.effects):
+        if one is None or two is None or type(one) is not type(two):
+            return f"the {(one or two).what} differ"
+        if not _is_resized(one.key(), two.key(), set()) or not _is_resized(
+            one.given, two.given, sizes
+        ):
+            return one.unlike(two)
+    return None
 
 
 def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
@@ -314,21 +320,9 @@ def _kinds(program: Program) -> list[Any]:
 
 def _same_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
     return len(known) == len(others) and all(
-        one.path == two.path and _is_resized(_nest(old), _nest(new), set())
+        one.path == two.path and _is_resized(old, new, set())
         for (one, old), (two, new) in zip(known, others, strict=True)
     )
-
-
-def _other_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> str:
-    for (one, old), (two, new) in zip(known, others, strict=False):
-        if one.path == two.path and not _is_resized(_nest(old), _nest(new), set()):
-            now = show(_nest(new))
-            return f"they left {show(_nest(old))} and {now} at {one.path}"
-    return "they left plain values in different places"
-
-
-def _nest(value: Any) -> Any:
-    return value.nest if isinstance(value, Skeleton) else value
 
 
 def _same_decisions(known: Program, program: Program) -> bool:
@@ -427,18 +421,18 @@ def agrees(live: Program, plain: Program) -> bool:
     return (
         place == len(kernels)
         and _fits(live, _without_messages(live), _without_messages(plain))
-        and len(live.messages) == len(plain.messages)
-        and all(map(_fits_text, live.messages, plain.messages))
+        and len(live.result.messages) == len(plain.result.messages)
+        and all(map(_fits_text, live.result.messages, plain.result.messages))
         and _same_constants(live.constants, constants)
     )
 
 
 def _without_messages(program: Program) -> list[Any]:
     """The leaves of a program's result but for those of messages."""
-    leaves, spec = program.result
-    if not program.messages:
+    leaves = program.result.leaves
+    if not program.result.messages:
         return list(leaves)
-    *_, added, last = spec.children()
+    *_, added, last = program.result.spec.children()
     end = len(leaves) - last.num_leaves
     return [*leaves[: end - added.children()[-1].num_leaves], *leaves[end:]]
 
@@ -512,11 +506,14 @@ def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
 
 def _layouts(program: Program) -> tuple[Any, Any]:
     """Layouts over devices, of what is there before and of what is left."""
-    left = {
+    left: list[tuple[str | int, Joined]] = [
+        *program.result.joined.items(),
+        *((one.reference.path, one.joined) for one in program.of(Rebind) if one.joined is not None),
+    ]
+    return program.given_layouts, {
         place: (one.layout, None if one.reference is None else one.reference.path)
-        for place, one in program.left_layouts.items()
+        for place, one in left
     }
-    return program.given_layouts, left
 
 
 def _layouts_are_resized(known: Program, program: Program) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 
+from roam.program.effects import Drop, Effect, Rebind
 from roam.program.ir import Program
 from roam.state.references import (
     ArgumentReference,
@@ -22,20 +23,24 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
     referenced = {reference.path for reference, _ in program.referenced}
     found = {reference.path for reference, _ in program.plain_before}
     used_up = set() if keep_grads else _used_up(program)
-    rebinds = []
-    for reference, slot in program.rebinds:
+    effects: list[Effect] = []
+    for effect in program.effects:
+        if not isinstance(effect, Rebind):
+            effects.append(effect)
+            continue
+        reference, slot = effect.reference, effect.slot
         is_gradient = isinstance(reference, GradientReference)
         if not is_gradient or reference.path not in used_up or reference.path in carried:
-            rebinds.append((reference, slot))
+            effects.append(effect)
         if is_gradient and reference.path not in referenced and reference.path not in carried:
-            program.dropped.append(reference)
+            effects.append(Drop(reference))
         elif isinstance(reference, (ArgumentReference, AttributeReference, EntryReference)):
             continue  # guarded with the arguments, or it may hold anything before
         elif reference.path in found:
             continue  # None, mostly, which is guarded as a plain value
         elif reference.path not in referenced and program.slots[slot] is not None:
             program.absent.append(reference)
-    program.rebinds = rebinds
+    program.effects = effects
 
 
 def _used_up(program: Program) -> set[str]:
@@ -49,9 +54,9 @@ def _used_up(program: Program) -> set[str]:
         if isinstance(reference, PlaceReference)
     }
     gradients = [
-        (reference, program.storage_of(slot))
-        for reference, slot in program.rebinds
-        if isinstance(reference, GradientReference)
+        (effect.reference, program.storage_of(effect.slot))
+        for effect in program.of(Rebind)
+        if isinstance(effect.reference, GradientReference)
     ]
     bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
     updated: dict[int, int] = {}

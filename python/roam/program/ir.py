@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from roam.program.checks import DATA_CHECKS, RAISING, check_data
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload, schema_of
+
+if TYPE_CHECKING:
+    from roam.program.effects import Effect
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
 """How autograd sees a tensor. ``"none"``: as a plain tensor, or one from before the step.
@@ -237,18 +240,6 @@ def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     tensor.data = data
 
 
-@dataclass(frozen=True, slots=True)
-class HostCall:
-    """A scheduler's `step`, called inside the user's step and run for real after each run."""
-
-    scheduler: Any
-    path: str
-    arguments: Any
-    """(args, kwargs) with a Ref for every tensor and live number."""
-    position: int
-    """How many calls came before it."""
-
-
 class LateNumber(NamedTuple):
     """A number of a scheduler's or its optimizer's that a scheduler's `step` changes, and that the
     step returns afterwards.
@@ -355,6 +346,39 @@ class Joined:
 
 
 @dataclass(slots=True)
+class Result:
+    """What a step returns, does to its arguments' containers, and adds to lists of its state.
+
+    Attributes:
+        leaves: each a Ref or a plain constant.
+        spec: the structure in which they are, of a `Left`.
+        histories: per leaf, how autograd sees it.
+        joined: by the place of a leaf, the distributed tensor that it becomes.
+        late: by their place among the leaves, numbers that schedulers give when they have been
+            stepped.
+        passed: by their place among the leaves, arguments that the step hands on without looking
+            at them, each by its place among the flattened arguments. The leaf itself is what the
+            traced call had there.
+        growing: (path, list) of lists of the step's state to which it adds, in the order of
+            `Left.added`.
+        messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
+            any, it is the last of `Left.added`.
+    """
+
+    leaves: list[Any] = field(default_factory=list)
+    spec: Any = None
+    histories: list[History] = field(default_factory=list)
+    joined: dict[int, Joined] = field(default_factory=dict)
+    late: list[tuple[int, LateNumber]] = field(default_factory=list)
+    passed: list[tuple[int, int]] = field(default_factory=list)
+    growing: list[tuple[str, Any]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+
+E = TypeVar("E", bound="Effect")
+
+
+@dataclass(slots=True)
 class Program:
     """A captured step."""
 
@@ -368,56 +392,19 @@ class Program:
     """(real tensor, slot): literal tensors of the user's code."""
     entering: set[int] = field(default_factory=set)
     """Storages from before the step that nothing else holds: they die at their last use."""
-    result: Any = None
-    """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
-    histories: list[History] = field(default_factory=list)
-    """Per leaf of the result, how autograd sees it."""
-    historic: dict[str, History] = field(default_factory=dict)
-    """By the path of a reference in `rebinds`: how autograd sees the tensor there, if it is made
-    from tensors that require a gradient.
-    """
+    result: Result = field(default_factory=Result)
+    effects: list[Effect] = field(default_factory=list)
+    """What the step leaves beside its result."""
     given_layouts: dict[str, Any] = field(default_factory=dict)
     """By the path of a reference, the layouts over devices of the distributed tensors of which the
     program has this process's parts."""
-    left_layouts: dict[str | int, Joined] = field(default_factory=dict)
-    """By the path of a reference among `rebinds`, or by the place among the leaves of the result:
-    the distributed tensor that a value becomes."""
-    rebinds: list[tuple[Any, int]] = field(default_factory=list)
-    """(reference, slot): where another tensor or live number is after the step than before."""
-    flags: list[tuple[int, bool]] = field(default_factory=list)
-    """(slot, flag): tensors from before the step whose `requires_grad` it changes, and the new
-    value.
-    """
-    detached: list[int] = field(default_factory=list)
-    """Slots of tensors from before the step whose gradient history it ends in place."""
-    dropped: list[Any] = field(default_factory=list)
-    """References to gradients from before the step that are gone after it."""
     absent: list[Any] = field(default_factory=list)
     """References that must hold nothing before the step, since this program makes what they hold.
     Another variant of the step is for calls that find something there.
     """
-    plain_state: list[tuple[Any, Any]] = field(default_factory=list)
-    """(reference, value): what an optimizer's state, rates and overwritten attributes are after the
-    step, where that is neither tensor nor live number. For a nest with tensors in it, the value is
-    a `Skeleton` whose entries are rebound."""
-    state_order: list[Any] = field(default_factory=list)
-    """References to all state after the step, in its own order, where `plain_state` adds to it."""
-    reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    """(reference, (shape, strides, offset)): arguments whose shape the step changes in place."""
-    growing: list[tuple[str, Any]] = field(default_factory=list)
-    """(path, list): lists of the step's state to which it adds, in the order of `Left.added`."""
-    messages: list[str] = field(default_factory=list)
-    """What the step prints and logs, with `BLANK` for what only a run knows. If there is any, it is
-    the last of `Left.added`."""
-    overwritten: list[Any] = field(default_factory=list)
-    """References to attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(reference, value): what an optimizer's state must hold before the step, apart from
     tensors.
-    """
-    empty_state: list[tuple[Any, list[Any]]] = field(default_factory=list)
-    """(optimizer, references to parameters): which parameters have state after the step, in its own
-    order, if that of some is empty: they have been asked for it.
     """
     state_keys: list[Any] = field(default_factory=list)
     """For each optimizer, the `StateKeys` of its state before the step."""
@@ -427,18 +414,9 @@ class Program:
     """(reference, comparison, constants, answer): what the step's code asked of live numbers."""
     computed_guards: list[tuple[ComputedGuard, Any]] = field(default_factory=list)
     """(guard, its answer at capture)."""
-    stepped: list[Any] = field(default_factory=list)
-    """Optimizers whose `step` the user's step calls."""
     reduced: list[Any] = field(default_factory=list)
     """`DistributedDataParallel` modules whose gradients the program reduces in buckets of its
     own."""
-    synced: list[tuple[Any, bool]] = field(default_factory=list)
-    """(`DistributedDataParallel`, whether its last forward pass in the step synchronizes): the
-    module has to know it afterwards."""
-    skippable: list[tuple[Any, int]] = field(default_factory=list)
-    """(optimizer, slot of a live number): the optimizer's calls have this number as `Call.skip_if`.
-    If they are left out, its state stays as it was.
-    """
     split: dict[str, tuple[int, int]] = field(default_factory=dict)
     """For each multi-tensor or fused kernel: how many calls of it the step makes, and how many
     calls these became.
@@ -447,15 +425,6 @@ class Program:
     """Kernels whose results' layout in memory is known only from fake kernels. Real kernels may lay
     them out otherwise.
     """
-    after: list[HostCall] = field(default_factory=list)
-    """Schedulers to step after the run, in this order."""
-    late: list[tuple[int, LateNumber]] = field(default_factory=list)
-    """By their place among the leaves of the result, numbers that schedulers give when they have
-    been stepped."""
-    passed: list[tuple[int, int]] = field(default_factory=list)
-    """By their place among the leaves of the result, arguments that the step hands on without
-    looking at them, each by its place among the flattened arguments. The leaf itself is what the
-    traced call had there."""
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a
     run can tell."""
@@ -466,6 +435,10 @@ class Program:
         asks for them.
         """
         return tuple(call.args[1] for call in self.calls if call.is_branch)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The effects of a class, in their order."""
+        return [effect for effect in self.effects if type(effect) is kind]
 
     def launches(self) -> list[Call]:
         """The calls that launch collectives."""
@@ -489,14 +462,12 @@ class Program:
         }
 
     def outgoing(self) -> set[int]:
-        """Slots whose values outlive the step: results, what references hold afterwards, data that
-        is assigned to tensors, schedulers' arguments, and the numbers that say whether calls are
-        left out.
+        """Slots whose values outlive the step: those of results and effects, and data that is
+        assigned to tensors.
         """
-        outgoing = set(refs(self.result[0])) | {
-            slot for _, slot in (*self.rebinds, *self.skippable)
-        }
-        outgoing.update(slot for host_call in self.after for slot in refs(host_call.arguments))
+        outgoing = set(refs(self.result.leaves))
+        for effect in self.effects:
+            outgoing.update(refs(effect.given))
         outgoing.update(data for _, data in self.assigned())
         return outgoing
 

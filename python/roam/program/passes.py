@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from roam.distributed.collectives import is_collective
+from roam.program.effects import Rebind
 from roam.program.ir import (
     Call,
-    HostCall,
     Program,
     Ref,
     Storage,
@@ -226,7 +226,7 @@ def with_state(
     """
     made = {
         reference.path: slot
-        for reference, slot in first.rebinds
+        for reference, slot in ((one.reference, one.slot) for one in first.of(Rebind))
         if (isinstance(reference, OptimizerReference) if paths is None else reference.path in paths)
         and first.slots[slot] is not None
     }
@@ -246,7 +246,11 @@ def with_state(
         replace(
             first,
             storages=storages,
-            rebinds=[(o, slot) for o, slot in first.rebinds if o.path not in made],
+            effects=[
+                effect
+                for effect in first.effects
+                if not (isinstance(effect, Rebind) and effect.reference.path in made)
+            ],
         ),
         calls,
         {old: new for new, old in enumerate(kept)},
@@ -314,15 +318,8 @@ def _renumber(
     result.constants = [(tensor, slot_of(slot)) for tensor, slot in constants]
     result.entering = {storages[number] for number in program.entering if number in storages}
     result.calls = [call.renamed(slot_of) for call in calls]
-    leaves, spec = program.result
-    result.result = ([renamed(leaf) for leaf in leaves], spec)
-    result.rebinds = [(reference, slot_of(slot)) for reference, slot in program.rebinds]
-    result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
-    result.detached = [slot_of(slot) for slot in program.detached]
-    result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
-    result.after = [
-        HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after
-    ]
+    result.result = replace(program.result, leaves=renamed(program.result.leaves))
+    result.effects = [effect.giving(renamed(effect.given)) for effect in program.effects]
     return result
 
 
@@ -349,10 +346,5 @@ def _redirect_results(program: Program, replaced: dict[int, int]) -> None:
     def new(ref: Ref) -> Ref:
         return Ref(replaced.get(ref.slot, ref.slot))
 
-    leaves, spec = program.result
-    program.result = (substitute(leaves, new), spec)
-    program.rebinds = [(reference, replaced.get(slot, slot)) for reference, slot in program.rebinds]
-    program.after = [
-        HostCall(h.scheduler, h.path, substitute(h.arguments, new), h.position)
-        for h in program.after
-    ]
+    program.result.leaves = substitute(program.result.leaves, new)
+    program.effects = [effect.giving(substitute(effect.given, new)) for effect in program.effects]

@@ -12,8 +12,11 @@ import torch
 from roam._core import Plan
 from roam.kernels.calls import Placed
 from roam.kernels.table import Placement
-from roam.program.ir import Program, Ref, substitute
+from roam.program.ir import Program, substitute
 from roam.runtime.pool import Pool
+
+Outgoing = tuple[list[Any], list[Any]]
+"""The leaves of a run's result, and what each of its effects gives."""
 
 POISON = 0xFF  # not a number in floating point, and no valid bool
 
@@ -166,16 +169,11 @@ class Bindings:
             slot for _, slot in self.program.constants
         ]
 
-    def outgoing(self, value: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """The result's leaves, the rebinds, the schedulers' arguments and the numbers that leave
-        optimizers out, with every `Ref` replaced.
-        """
-        leaves, _ = self.program.result
+    def outgoing(self, value: Any) -> Outgoing:
+        """The result's leaves, and what each effect gives, with every `Ref` replaced."""
         return (
-            substitute(leaves, value),
-            [value(Ref(slot)) for _, slot in self.program.rebinds],
-            [substitute(host_call.arguments, value) for host_call in self.program.after],
-            [value(Ref(slot)) for _, slot in self.program.skippable],
+            substitute(self.program.result.leaves, value),
+            [substitute(effect.given, value) for effect in self.program.effects],
         )
 
     def perhaps_missing(self) -> list[int]:

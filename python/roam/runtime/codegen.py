@@ -20,7 +20,7 @@ import torch
 from roam._core import Plan
 from roam.program.ir import Ref, substitute
 from roam.program.operators import on_list
-from roam.runtime.bindings import POISON, Bindings
+from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.streams import Streams
 from roam.torch_compat.private import OpOverload, c_function
 
@@ -70,9 +70,7 @@ class GeneratedSource:
         self._module = _compiled.get(self.source) or compile(self.source, "<roam plan>", "exec")
         _compiled[self.source] = self._module
         exec(self._module, self._names.values)
-        self.run: Callable[[list[Any]], tuple[Any, list[Any], list[Any], list[Any]]] = (
-            self._names.values["run"]
-        )
+        self.run: Callable[[list[Any]], Outgoing] = self._names.values["run"]
         self.code: CodeType = self._names.values["run"].__code__
 
     def _numbered(self) -> Iterator[tuple[int, str]]:

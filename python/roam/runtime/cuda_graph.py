@@ -21,12 +21,11 @@ from roam.program.bits import copied
 from roam.program.ir import Call, Program, has_no_gaps
 from roam.program.operators import ATTENTION, is_region
 from roam.program.replay import Replay, generator_state
+from roam.runtime.bindings import Outgoing
 from roam.runtime.log import logger
 from roam.state.references import ArgumentReference
 from roam.torch_compat.private import pytree
 
-Outgoing = tuple[Any, list[Any], list[Any], list[Any]]
-"""What `Bindings.outgoing` says."""
 Run = Callable[[list[Any]], Outgoing]
 _MOST_CHANGES = 8
 """After so many runs in a row whose numbers or addresses were new, runs go without a graph."""

@@ -23,7 +23,7 @@ from roam.program.bits import differ
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, substitute
 from roam.program.tier import Load, Tier
-from roam.runtime.bindings import POISON, Bindings
+from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.cuda_graph import CudaGraph, Recorder, RecordingFailed
 from roam.runtime.first_run import Check
@@ -123,7 +123,7 @@ class Executor:
                 stack.enter_context(tier.held(size_bytes))
             yield
 
-    def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    def run(self, inputs: list[Any]) -> Outgoing:
         """What `Bindings.outgoing` says; None for what was left out.
 
         `run_checked` comes first; both run inside `held`.
@@ -158,7 +158,7 @@ class Executor:
             source=None if failure is None else str(failure.call.source),
         )
 
-    def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    def run_checked(self, inputs: list[Any]) -> Outgoing:
         """As `run`, comparing shape, strides, dtype, device and storage of every result with the
         program.
 

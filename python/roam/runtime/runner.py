@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roam.capture.step import Variant
-from roam.capture.tracing.gradient_history import VIEW, Histories
+from roam.capture.tracing.gradient_history import Histories
 from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
@@ -21,7 +21,17 @@ from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
-from roam.program.ir import Call, Program, TensorMeta
+from roam.program.effects import (
+    AFTERWARDS,
+    Drop,
+    Ending,
+    Rebind,
+    SetSync,
+    Skip,
+    StepScheduler,
+    held,
+)
+from roam.program.ir import Call, Joined, Program, TensorMeta
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
@@ -43,17 +53,14 @@ from roam.state.references import (
     OptimizerReference,
     RateReference,
     ScalerReference,
-    Skeleton,
 )
 from roam.state.state_guard import Kind, StateGuard
 from roam.torch_compat.private import (
     DisableTorchFunction,
     expects_backward,
-    is_view,
     joined,
     local_of,
     pytree,
-    set_step_called,
     version_of,
 )
 
@@ -139,29 +146,34 @@ class Runner:
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {reference.path for reference in self._references}
+        dropped = [effect.reference for effect in program.of(Drop)]
         self._consumed = [
             reference
-            for reference in program.dropped
+            for reference in dropped
             if reference.path in used or isinstance(reference, ArgumentReference)
         ]
-        self._ignored = [
-            reference for reference in program.dropped if reference not in self._consumed
+        self._ignored = [reference for reference in dropped if reference not in self._consumed]
+        ignored = set(map(id, self._ignored))
+        self._effects = sorted(
+            (
+                (place, effect)
+                for place, effect in enumerate(program.effects)
+                if not (isinstance(effect, Drop) and id(effect.reference) in ignored)
+            ),
+            key=lambda pair: pair[1].stage,
+        )
+        self._skips = [
+            (place, id(effect.optimizer))
+            for place, effect in enumerate(program.effects)
+            if isinstance(effect, Skip)
         ]
-        places = {slot: place for place, (_, slot) in enumerate(program.referenced)}
-        self._historic = [
-            (place, program.historic[reference.path])
-            for place, (reference, _) in enumerate(program.rebinds)
-            if reference.path in program.historic
-        ]
-        histories = [*program.histories, *program.historic.values()]
+        histories = [*program.result.histories, *(one.history for one in program.of(Rebind))]
         self._sources = {
             reference.path: reference
             for history in histories
             if history != "leaf" and history != "none"
             for reference in history
         }
-        self._flags = [(places[slot], flag) for slot, flag in program.flags]
-        self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
         expected = [
@@ -173,7 +185,7 @@ class Runner:
         state = StateGuard(expected, program.state_keys)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
-        self._changed_paths = changed_paths(*program.result)
+        self._changed_paths = changed_paths(program.result.leaves, program.result.spec)
         self._rates = [
             (place, reference)
             for place, reference in enumerate(self._references)
@@ -200,9 +212,9 @@ class Runner:
         for group in self._groups:
             if (failure := group.failure()) is not None:
                 return failure
-        for module, _ in self._program.synced:
+        for synced in self._program.of(SetSync):
             # A reducer's hook is in C++, where no guard sees it.
-            if (failure := unsupported(module)) is not None:
+            if (failure := unsupported(synced.module)) is not None:
                 return f"a DistributedDataParallel of the step has changed: {failure}"
         for reference, comparison, constants, answer in self._program.decisions:
             number = reference.get()
@@ -274,11 +286,8 @@ class Runner:
                     f"memory; {AGAIN}",
                     code="rank_left",
                 )
-            flagged = [
-                (_held(self._references[place], leaves), flag) for place, flag in self._flags
-            ]
-            sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
-            detached = [inputs[place] for place in self._detached]
+            found = [effect.look_up(leaves) for _, effect in self._effects]
+            sources = {path: held(reference, leaves) for path, reference in self._sources.items()}
         inputs += [tensor for tensor, _ in program.constants]
         kept = (
             [(reference, reference.get()) for reference in self._ignored]
@@ -307,7 +316,7 @@ class Runner:
                         if self._executor.generated is None
                         else self._executor.run
                     )
-                    result, rebinds, after, skips = run(inputs)
+                    result, given = run(inputs)
                 except KeyboardInterrupt:
                     leave(self._sequences, "it was interrupted")
                     raise
@@ -320,30 +329,27 @@ class Runner:
                     if failure is error:
                         raise
                     raise failure from error
-                histories = Histories(sources)
-                if program.left_layouts:
-                    result, rebinds = self._joined(leaves, result, rebinds)
-                for place, history in self._historic:
-                    rebinds[place] = histories.of(rebinds[place], history)
-                result = histories.all(result, program.histories)
-                self._leave(leaves, rebinds, _skipped(program, skips))
-                for reference, layout in program.reshaped:
-                    leaves[reference.index].as_strided_(*layout)
-                for tensor, flag in flagged:
-                    tensor.requires_grad_(flag)
-                for tensor in detached:
-                    tensor.detach_()
-                for module, is_synced in program.synced:
-                    module.require_forward_param_sync = is_synced
-            for place, argument in program.passed:
+                histories, joins = Histories(sources), self._joins(leaves)
+                for place, layout in program.result.joined.items():
+                    result[place] = joins(result[place], layout)
+                result = histories.all(result, program.result.histories)
+                ending = Ending(leaves, histories.of, joins, self._skipped(given))
+                effects = list(zip(self._effects, found, strict=True))
+                for (place, effect), what in effects:
+                    if effect.stage < AFTERWARDS:
+                        effect.apply(ending, given[place], what)
+            for place, argument in program.result.passed:
                 result[place] = leaves[argument]
             self._read_late(result, 0)
-            for calls, (host_call, given) in enumerate(zip(program.after, after, strict=True), 1):
-                host_call.scheduler.step(*given[0], **given[1])
-                self._read_late(result, calls)
-            left: Left = pytree.tree_unflatten(result, program.result[1])
-            lists = [id(result[place]) for place, _ in program.late]
-            growing = [container for _, container in program.growing]
+            schedulers = 0
+            for (place, effect), what in effects:
+                if effect.stage == AFTERWARDS:
+                    effect.apply(ending, given[place], what)
+                    schedulers += isinstance(effect, StepScheduler)
+                    self._read_late(result, schedulers)
+            left: Left = pytree.tree_unflatten(result, program.result.spec)
+            lists = [id(result[place]) for place, _ in program.result.late]
+            growing = [container for _, container in program.result.growing]
             returned = leave_arguments(left, (args, kwargs), lists, growing)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
@@ -351,38 +357,29 @@ class Runner:
 
     def _read_late(self, result: list[Any], calls: int) -> None:
         """Puts the numbers into the result that are there once so many schedulers are stepped."""
-        for place, number in self._program.late:
+        for place, number in self._program.result.late:
             if number.calls == calls:
                 result[place] = number.reference.get()
 
-    def _joined(
-        self, leaves: list[Any], result: list[Any], rebinds: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The result's leaves and the rebinds with distributed tensors instead of this
-        process's parts.
-        """
+    def _skipped(self, given: list[Any]) -> set[int]:
+        """Identities of the optimizers of which every step was left out."""
+        stepped = {optimizer for place, optimizer in self._skips if not given[place]}
+        return {optimizer for _, optimizer in self._skips} - stepped
+
+    def _joins(self, leaves: list[Any]) -> Callable[[Any, Joined], Any]:
+        """Gives the distributed tensors that one run leaves, each once."""
         made: dict[int, Any] = {}
-        layouts = self._program.left_layouts
 
-        def whole(place: str | int, value: Any) -> Any:
-            known = layouts.get(place)
-            if known is None:
-                return value
-            if id(known) not in made:
-                made[id(known)] = (
-                    joined(value, known.layout)
-                    if known.reference is None
-                    else _held(known.reference, leaves)
+        def whole(value: Any, layout: Joined) -> Any:
+            if id(layout) not in made:
+                made[id(layout)] = (
+                    joined(value, layout.layout)
+                    if layout.reference is None
+                    else held(layout.reference, leaves)
                 )
-            return made[id(known)]
+            return made[id(layout)]
 
-        return (
-            [whole(place, value) for place, value in enumerate(result)],
-            [
-                whole(reference.path, value)
-                for (reference, _), value in zip(self._program.rebinds, rebinds, strict=True)
-            ],
-        )
+        return whole
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -413,36 +410,6 @@ class Runner:
         doing either.
         """
         return watched if self._draws or self._executor.generated is None else nullcontext()
-
-    def _leave(self, leaves: list[Any], rebinds: list[Any], skipped: set[int]) -> None:
-        """Puts what outlives the step where it belongs, except for the state of optimizers that
-        were skipped.
-        """
-        program = self._program
-        for reference in self._consumed:
-            if isinstance(reference, ArgumentReference):
-                reference.put(leaves, None)
-            else:
-                reference.set(None)
-        new = [reference for reference in program.overwritten if reference.get() is MISSING]
-        for reference, value in program.plain_state:
-            reference.set(value.build() if isinstance(value, Skeleton) else value)
-        for (reference, _), value in zip(program.rebinds, rebinds, strict=True):
-            if isinstance(reference, ArgumentReference):
-                reference.put(leaves, value)
-            elif (
-                not isinstance(reference, OptimizerReference)
-                or id(reference.optimizer) not in skipped
-            ):
-                reference.set(value)
-        for reference in (*program.state_order, *new):
-            reference.put_last()
-        for optimizer, places in program.empty_state:
-            if id(optimizer) not in skipped:
-                _fill(optimizer.state, [place.get() for place in places])
-        for optimizer in program.stepped:
-            if id(optimizer) not in skipped:
-                set_step_called(optimizer, True)  # what a scheduler looks for
 
     @contextmanager
     def watched(self) -> Iterator[PlannedValues]:
@@ -566,9 +533,6 @@ class Runner:
                     f"{reference.path} is a {type(value).__name__}, not a float; set a float",
                     code="rate",
                 )
-        for place in self._detached:
-            if is_view(inputs[place]):
-                raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if not self._inputs.share_as_captured(inputs):
             if (places := self._inputs.overlap(inputs)) is not None:
                 one, other = (self._references[place].path for place in places)
@@ -687,19 +651,15 @@ class Runner:
             or self._has_checks
             or self.choice.recomputation is not None
             or any(isinstance(reference, GradientReference) for reference in self._consumed)
-            or program.plain_state
-            or program.flags
-            or program.detached
-            or program.reshaped
-            or program.synced
-            or added_by(program.result[1])
+            or not all(effect.is_by_calls for effect in program.effects)
+            or added_by(program.result.spec)
             or program.assigned()
-            or any(host_call.position <= number for host_call in program.after)
+            or any(one.position <= number for one in program.of(StepScheduler))
             or any(call.skip_if is not None for call in program.calls[:number])
         )
         # What the step puts into a place, it puts there once it has made it.
         made = {slot for call in program.calls[number:] for slot in call.outputs}
-        if not is_simple or any(slot not in made for _, slot in program.rebinds):
+        if not is_simple or any(one.slot not in made for one in program.of(Rebind)):
             return False
         missing = self._executor.missing_before(failure)
         places = {
@@ -735,30 +695,7 @@ class Runner:
 
 def _found(reference: Any, leaves: list[Any]) -> Any:
     """What a run takes from a reference. For a distributed tensor this is this process's part."""
-    return local_of(_held(reference, leaves))
-
-
-def _held(reference: Any, leaves: list[Any]) -> Any:
-    """What a reference holds at a call with these flattened arguments."""
-    return reference.find(leaves) if isinstance(reference, ArgumentReference) else reference.get()
-
-
-def _fill(state: dict[Any, Any], parameters: list[Any]) -> None:
-    """Gives parameters empty state where they have none, and puts their state in this order."""
-    if not all(parameter in state for parameter in parameters):
-        for parameter in parameters:
-            state[parameter] = state.pop(parameter, {})
-
-
-def _skipped(program: Program, numbers: list[Any]) -> set[int]:
-    """Identities of the optimizers of which every step was left out."""
-    steps = [
-        (id(optimizer), number)
-        for (optimizer, _), number in zip(program.skippable, numbers, strict=True)
-    ]
-    return {optimizer for optimizer, _ in steps} - {
-        optimizer for optimizer, number in steps if not number
-    }
+    return local_of(held(reference, leaves))
 
 
 def _generators(program: Program) -> Iterator[torch.Generator]:

@@ -18,7 +18,7 @@ from roam.capture.fake_kernels.cache import FakeKernels
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.source_location import shown_path
 from roam.errors import CaptureError
-from roam.program.ir import Program, Ref, Source, refs
+from roam.program.ir import Program, Ref, Result, Source, refs
 from roam.torch_compat.private import FakeTensorMode, OpOverload, disable_current_modes, pytree
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -68,7 +68,7 @@ def record_graph(
         replay(graph, mode, recorder, places, values)
     program = recorder.program
     results: Any = graph.graph.output_node().args[0]
-    program.result = [_result(recorder, item, values) for item in results], None
+    program.result = Result([_result(recorder, item, values) for item in results])
     program.entering = entering(program, dying)
     return program
 
@@ -187,7 +187,7 @@ def _result(recorder: Recorder, item: Any, values: Mapping[Node, Any]) -> Any:
 
 def entering(program: Program, dying: Collection[int]) -> set[int]:
     """Storages of dying arguments that are no other argument's and no result's."""
-    kept = {program.storage_of(slot) for slot in refs(program.result[0])}
+    kept = {program.storage_of(slot) for slot in refs(program.result.leaves)}
     kept.update(
         program.storage_of(slot)
         for reference, slot in program.referenced

@@ -25,7 +25,7 @@ from roam.distributed.collectives import is_launch, wait
 from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
 from roam.kernels.workspace import releases, workspaces
-from roam.program.ir import Program, Ref
+from roam.program.ir import Program, Ref, Result
 from roam.program.links import links_of, times_ns
 from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
@@ -290,7 +290,7 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
         for value in returned
         if isinstance(value, torch.Tensor)
     ]
-    program.result = leaves, None
+    program.result = Result(leaves)
     last_used = {reference.index for reference, _ in program.referenced if reference.path in dying}
     program.entering = entering(program, last_used)
     return program, spans

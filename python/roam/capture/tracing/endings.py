@@ -12,10 +12,23 @@ import torch
 from roam.capture.tracing.fake_identity import hooks_on, is_parameter, own_attributes
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import check_skippable, check_updated
-from roam.capture.tracing.gradient_history import VIEW, give_history
+from roam.capture.tracing.gradient_history import give_history
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.schedulers import TWO_WAYS, may_change
 from roam.errors import CaptureError
+from roam.program.effects import (
+    VIEW,
+    Detach,
+    Drop,
+    FillState,
+    MarkStepped,
+    Overwrite,
+    PutLast,
+    Rebind,
+    SetFlag,
+    SetPlain,
+    StepScheduler,
+)
 from roam.program.ir import History, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
@@ -257,11 +270,10 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
     if not arrays:
         return
     program = recorder.program
-    leaves, _ = program.result
     used = program.written()
     used |= {
         program.storage_of(leaf.slot)
-        for leaf in leaves
+        for leaf in program.result.leaves
         if isinstance(leaf, Ref) and program.slots[leaf.slot] is not None
     }
     for real, slot, source in recorder.literals:
@@ -319,23 +331,25 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
         lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
         recorder.late_lists,
     )
-    leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
-    references, histories = list[Any](), list[History]()
+    made = recorder.program.result
+    leaves, made.spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
+    references, histories = made.leaves, made.histories
     for leaf in leaves:
         history: History = "none"
         if issubclass(type(leaf), torch.Tensor):
             references.append(Ref(recorder.leaving(leaf, "the step's result")))
-            recorder.note_joined(len(references) - 1, leaf)
+            if (joined := recorder.joined(leaf, "the step's result")) is not None:
+                made.joined[len(references) - 1] = joined
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
         elif (late := recorder.late(leaf)) is not None:
-            recorder.program.late.append((len(references), late))
+            made.late.append((len(references), late))
             references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif (handed := fake_state.stand_ins.stood_for(leaf)) is not None:
             place, value = handed
-            recorder.program.passed.append((len(references), place))
+            made.passed.append((len(references), place))
             references.append(value)
         elif is_plain(leaf) or isinstance(leaf, type):
             references.append(leaf)
@@ -346,8 +360,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
                 code="result",
             )
         histories.append(history)
-    recorder.program.result = (references, spec)
-    recorder.program.histories = histories
 
 
 def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
@@ -381,8 +393,8 @@ def _endings(
     the same tensor in another list or dictionary.
     """
     program = recorder.program
-    program.stepped = [
-        optimizer for optimizer in fake_state.optimizers if was_step_called(optimizer)
+    program.effects += [
+        MarkStepped(optimizer) for optimizer in fake_state.optimizers if was_step_called(optimizer)
     ]
     held = {reference.path: tensor for reference, tensor in before}
     now = {reference.path: reference for reference in fake_state.references()}
@@ -393,18 +405,14 @@ def _endings(
         tensor = reference.get()
         if held.get(path) is tensor:
             if isinstance(reference, PlaceReference) and reference.space in others:
-                program.rebinds.append((reference, recorder.leaving(tensor, path)))
-                recorder.note_joined(path, tensor)
+                _rebind(recorder, reference, tensor)
             continue
         _check_replaceable(recorder, reference, tensor)
-        if tensor.grad_fn is not None and not recorder.is_original(tensor):
-            program.historic[path] = recorder.history_of(tensor)
-        program.rebinds.append((reference, recorder.leaving(tensor, path)))
-        recorder.note_joined(path, tensor)
+        _rebind(recorder, reference, tensor)
     for reference, _ in before:
         if reference.path not in now:
             if isinstance(reference, GradientReference):
-                program.dropped.append(reference)
+                program.effects.append(Drop(reference))
             else:
                 raise _removed(reference)
     # A gradient that was not there may well matter when it is.
@@ -413,6 +421,19 @@ def _endings(
         for parameter in fake_state.parameters
         if (path := f"{parameter.path}.grad") not in held and path not in now
     ]
+
+
+def _rebind(recorder: Recorder, reference: Any, tensor: Any) -> None:
+    """Records that a place holds another tensor after the step."""
+    recorder.program.effects.append(_rebinding(recorder, reference, tensor))
+
+
+def _rebinding(recorder: Recorder, reference: Any, tensor: Any) -> Rebind:
+    history: History = "none"
+    slot = recorder.leaving(tensor, reference.path)
+    if tensor.grad_fn is not None and not recorder.is_original(tensor):
+        history = recorder.history_of(tensor)
+    return Rebind(reference, slot, history, recorder.joined(tensor, reference.path))
 
 
 def _check_tuples(fake_state: FakeState, outside: Any) -> None:
@@ -471,11 +492,9 @@ def _tied_endings(
             if not issubclass(type(now), torch.Tensor):
                 raise _removed(reference)
             _check_replaceable(recorder, reference, now)
-            place = AttributeReference(reference.space, reference.key, reference.path)
-            recorder.program.rebinds.append((place, recorder.leaving(now, reference.path)))
-            recorder.note_joined(reference.path, now)
-            if now.grad_fn is not None and not recorder.is_original(now):
-                recorder.program.historic[reference.path] = recorder.history_of(now)
+            _rebind(
+                recorder, AttributeReference(reference.space, reference.key, reference.path), now
+            )
         if now is first[id(tensor)].get():
             continue
         recorder.program.unsettled = CaptureError(
@@ -524,7 +543,7 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
         if one.is_detached():
             if is_view(fake_state.identities.of(one.tensor)):
                 raise CaptureError(f"{references[one.slot].path} {VIEW}", code="outer_history")
-            recorder.program.detached.append(one.slot)
+            recorder.program.effects.append(Detach(references[one.slot]))
         elif one.tensor.grad_fn is not one.history:
             raise CaptureError(
                 f"{references[one.slot].path} would have a gradient history of this step afterwards, "
@@ -566,7 +585,7 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
                     "step would not do; leave it as it is",
                     code="moved",
                 )
-            recorder.program.flags.append((one.slot, not one.flag))
+            recorder.program.effects.append(SetFlag(references[one.slot], not one.flag))
 
 
 def _argument_endings(recorder: Recorder, received: Received) -> None:
@@ -577,15 +596,10 @@ def _argument_endings(recorder: Recorder, received: Received) -> None:
         if gradient is before:
             continue
         if gradient is None:
-            program.dropped.append(reference.gradient)
+            program.effects.append(Drop(reference.gradient))
         else:
             check_no_leaf(gradient, reference.gradient.path)
-            if gradient.grad_fn is not None:
-                program.historic[reference.gradient.path] = recorder.history_of(gradient)
-            program.rebinds.append(
-                (reference.gradient, recorder.leaving(gradient, reference.gradient.path))
-            )
-            recorder.note_joined(reference.gradient.path, gradient)
+            _rebind(recorder, reference.gradient, gradient)
 
 
 def check_no_leaf(tensor: Any, path: str, *, is_new: bool = True) -> None:
@@ -613,12 +627,12 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
         rate = reference.get()
         if recorder.is_as_given(reference) or recorder.is_unknown(rate):
             continue
-        if any(may_change(host_call.scheduler, reference) for host_call in program.after):
+        if any(may_change(one.scheduler, reference) for one in program.of(StepScheduler)):
             raise CaptureError(f"{reference.path}: {TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
-            program.rebinds.append((reference, slot))
+            program.effects.append(Rebind(reference, slot))
         elif issubclass(type(rate), (float, int)) and type(rate) is not bool:
-            program.plain_state.append((reference, rate))
+            program.effects.append(SetPlain(reference, rate))
         else:
             raise CaptureError(
                 f"the step makes {reference.path} a {type(rate).__name__}; set a float", code="rate"
@@ -631,9 +645,8 @@ def _empty_endings(fake_state: FakeState, recorder: Recorder) -> None:
     for _, optimizer in fake_state.reach.optimizers:
         entries = [(places.get(id(key)), entry) for key, entry in optimizer.state.items()]
         if any(place is not None and not is_filled(entry) for place, entry in entries):
-            recorder.program.empty_state.append(
-                (optimizer, [place for place, _ in entries if place is not None])
-            )
+            known = [place for place, _ in entries if place is not None]
+            recorder.program.effects.append(FillState(optimizer, known))
 
 
 def _entry_endings(
@@ -644,12 +657,17 @@ def _entry_endings(
     for reference in [reference for reference in fake_state.entries() if reference not in before]:
         value = reference.get()
         if issubclass(type(value), torch.Tensor):
-            program.rebinds.append((reference, recorder.leaving(value, reference.path)))
-            recorder.note_joined(reference.path, value)
+            program.effects.append(
+                Rebind(
+                    reference,
+                    recorder.leaving(value, reference.path),
+                    joined=recorder.joined(value, reference.path),
+                )
+            )
         elif (slot := recorder.slot_of(value)) is not None:
-            program.rebinds.append((reference, slot))
+            program.effects.append(Rebind(reference, slot))
         elif is_plain(value):
-            program.plain_state.append((reference, value))
+            program.effects.append(SetPlain(reference, value))
         else:
             raise CaptureError(
                 f"the step makes {reference.path}, a {type(value).__name__}, which a plan cannot make; "
@@ -657,7 +675,7 @@ def _entry_endings(
                 code="moved",
             )
         program.absent.append(reference)
-        program.state_order.append(reference)
+        program.effects.append(PutLast(reference))
         program.unsettled = CaptureError(
             f"the step makes {reference.path}, so the steady step can be captured only when the first has run; roam.compile does "
             'so, and capture(step="first") captures the first',
@@ -673,13 +691,13 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
         number = reference.get()
         if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
             if not recorder.is_as_given(reference):
-                recorder.program.rebinds.append((reference, slot))
+                recorder.program.effects.append(Rebind(reference, slot))
         elif (
             type(number) in (int, float)
             or is_numpy_float(number)
             or (number is None and reference.path in given)
         ):
-            recorder.program.plain_state.append((reference, number))
+            recorder.program.effects.append(SetPlain(reference, number))
         elif number is not None:
             raise CaptureError(
                 f"the step puts {show(number)} at {reference.path}, where a number was before; keep "
@@ -710,7 +728,7 @@ def _attribute_endings(
         if skeleton is MISSING:
             fake_state.reach.reads.keep(key, name)
             raise ReadMore
-        program.overwritten.append(reference)
+        program.effects.append(Overwrite(reference))
         _leave_nest(program, reference, skeleton, entries)
     for reference, old in fake_state.fresh:
         value = reference.get()
@@ -729,14 +747,14 @@ def _attribute_endings(
 
 
 def _leave_nest(
-    program: Program, reference: AttributeReference, skeleton: Any, entries: list[tuple[Any, int]]
+    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind]
 ) -> None:
     """Has runs put what `_nest` found into its place."""
-    if not entries or entries[0][0] is not reference:
-        program.plain_state.append(
-            (reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
+    if not entries or entries[0].reference is not reference:
+        program.effects.append(
+            SetPlain(reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
         )
-    program.rebinds += entries
+    program.effects += entries
 
 
 def known_objects(fake_state: FakeState) -> set[int]:
@@ -776,23 +794,21 @@ def _nest(
     shared: set[int],
     keys: tuple[Any, ...] = (),
     path: str = "",
-) -> tuple[Any, list[tuple[Any, int]]]:
-    """What the step has put in a place, without tensors and live numbers, and these with their
-    references; `MISSING` if a run could not put the like there: other objects, or containers that
+) -> tuple[Any, list[Rebind]]:
+    """What the step has put in a place, without tensors and live numbers, and what puts these
+    there; `MISSING` if a run could not put the like there: other objects, or containers that
     somebody else holds too.
     """
     path = path or reference.path
     place = EntryReference(reference, keys, path) if keys else reference
     if issubclass(type(value), torch.Tensor):
-        left, is_original = recorder.leaving(value, path), recorder.is_original(value)
-        recorder.note_joined(path, value)
-        if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
+        if not recorder.is_original(value) and (
+            is_parameter(value) or (value.is_leaf and value.requires_grad)
+        ):
             return MISSING, []
-        if value.grad_fn is not None and not is_original:
-            recorder.program.historic[path] = recorder.history_of(value)
-        return None, [(place, left)]
+        return None, [_rebinding(recorder, place, value)]
     if (slot := recorder.slot_of(value)) is not None:
-        return None, [(place, slot)]
+        return None, [Rebind(place, slot)]
     if is_plain(value):
         return value, []
     is_tuple = type(value) is tuple or (
@@ -804,7 +820,7 @@ def _nest(
     ):
         return MISSING, []
     shared.add(id(value))
-    found: list[tuple[Any, int]] = []
+    found: list[Rebind] = []
     parts: dict[Any, Any] = type(value)() if is_dictionary else {}
     for key, part in value.items() if is_dictionary else enumerate(value):
         if not is_plain(key):
@@ -874,7 +890,7 @@ def _plain_endings(
         if (slot := recorder.slot_of(value)) is not None and reference.path in known:
             changed.add(reference.path)
         elif slot is not None:
-            recorder.program.rebinds.append((reference, slot))
+            recorder.program.effects.append(Rebind(reference, slot))
             if reference.path not in live:
                 made.append((reference, recorder.made_number(slot)))
         elif reference.path in known and value is known[reference.path]:
@@ -888,7 +904,7 @@ def _plain_endings(
             error.settles = type(value) in (list, dict)
             raise error
         elif reference.path not in known and reference.path not in live:
-            recorder.program.plain_state.append((reference, value))
+            recorder.program.effects.append(SetPlain(reference, value))
             recorder.program.absent.append(reference)
         elif reference.path in known and same(known[reference.path], value):
             continue
@@ -915,9 +931,9 @@ def _plain_endings(
             reference.set(number)
             fake_state.changing.add(reference.path)
         recorder.program.absent.append(reference)
-    if recorder.program.plain_state or made:
-        recorder.program.state_order = list(
-            optimizer_references(fake_state.reach, fake_state.parameters, plain=None)
+    if recorder.program.of(SetPlain) or made:
+        recorder.program.effects += map(
+            PutLast, optimizer_references(fake_state.reach, fake_state.parameters, plain=None)
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
+from roam.program.effects import Rebind, SetPlain, Skip, StepScheduler
 from roam.program.ir import Program, refs
 from roam.state.equality import is_plain
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS, is_updated
@@ -104,14 +105,14 @@ def _skippable(
     """What is recorded meanwhile is left out where `found` is not zero."""
     slot = recorder.slot_of(found)
     assert slot is not None, "a number of the step"
-    calls, after = recorder.program.calls, recorder.program.after
-    first, schedulers, held = (
+    calls, effects = recorder.program.calls, recorder.program.effects
+    first, before, held = (
         len(calls),
-        (len(after), recorder.assignments),
+        (len(effects), recorder.assignments),
         _held(fake_state, optimizer),
     )
     yield
-    if (len(after), recorder.assignments) != schedulers or _held(fake_state, optimizer) != held:
+    if (len(effects), recorder.assignments) != before or _held(fake_state, optimizer) != held:
         recorder.refuse(
             "an optimizer's step that a gradient scaler may skip also steps a scheduler, sets a "
             "number outside of its state, or replaces a gradient, parameter or buffer; do that "
@@ -121,7 +122,7 @@ def _skippable(
     for call in calls[first:]:
         call.skip_if = slot
     recorder.forget_arithmetic()
-    recorder.program.skippable.append((optimizer, slot))
+    effects.append(Skip(optimizer, slot))
 
 
 def _held(fake_state: FakeState, optimizer: Any) -> list[tuple[str, int]]:
@@ -146,13 +147,13 @@ def check_skippable(program: Program) -> None:
             skip_if.update((slot, call.skip_if) for slot in call.outputs if slot is not None)
     if any(
         slot in skip_if
-        for slot in refs([program.result[0], [call.arguments for call in program.after]])
+        for slot in refs([program.result.leaves, [one.given for one in program.of(StepScheduler)]])
     ):
         raise _escapes("the step returns (or gives to a scheduler)")
     steps: dict[int, list[int]] = {}
-    for optimizer, slot in program.skippable:
-        steps.setdefault(id(optimizer), []).append(slot)
-    for reference, slot in program.rebinds:
+    for skip in program.of(Skip):
+        steps.setdefault(id(skip.optimizer), []).append(skip.slot)
+    for reference, slot in ((one.reference, one.slot) for one in program.of(Rebind)):
         expected = (
             steps.get(id(reference.optimizer), [None])
             if isinstance(reference, OptimizerReference)
@@ -160,7 +161,7 @@ def check_skippable(program: Program) -> None:
         )
         if expected != [skip_if.get(slot)]:
             raise _escapes(f"{reference.path} is given")
-    for reference, _ in program.plain_state:
+    for reference in (one.reference for one in program.of(SetPlain)):
         if isinstance(reference, OptimizerReference) and id(reference.optimizer) in steps:
             raise _escapes(f"{reference.path} is given")
 

@@ -21,8 +21,6 @@ from roam.program.ir import History, Source
 from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import engine, hooks_of, node_class
 
-VIEW = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
-
 
 class Refuse(Protocol):
     """Refuses that a backward pass goes on into a history; `source` is the line that leads there,

@@ -499,12 +499,6 @@ class Slots:
             self._joined[id(tensor)] = tensor, Joined(layout)
         return self._joined[id(tensor)][1]
 
-    def note_joined(self, place: str | int, tensor: Any) -> None:
-        """Notes that what is left at a place is a distributed tensor, if it is one."""
-        made = self.joined(tensor, place if isinstance(place, str) else "the step's result")
-        if made is not None:
-            self.program.left_layouts[place] = made
-
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the
         dispatcher's back.

@@ -38,6 +38,7 @@ from roam.capture.tracing.source_location import is_run_by
 from roam.errors import CaptureError
 from roam.own_code import is_own_file
 from roam.program.checks import check, holds
+from roam.program.effects import StepScheduler
 from roam.program.ir import (
     Call,
     ComputedGuard,
@@ -209,7 +210,10 @@ class Values(Slots):
         node = LiveNode(cast(TraceContext, self), UNKNOWN, is_integer, origin)
         number = node.number()
         if reference is not None:
-            self._late[id(number)] = number, LateNumber(reference, len(self.program.after))
+            self._late[id(number)] = (
+                number,
+                LateNumber(reference, len(self.program.of(StepScheduler))),
+            )
         return number
 
     def note_late(self, numbers: list[Any], origin: str, reference: Any) -> None:

@@ -41,6 +41,7 @@ from roam.distributed.collectives import Launch
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
+from roam.program.effects import Reshape
 from roam.program.ir import (
     Call,
     Ref,
@@ -574,7 +575,7 @@ class Recorder(Values, TorchDispatchMode):
             assert meta is not None
             now = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
             if now != (meta.shape, meta.stride, meta.offset):
-                self.program.reshaped.append((reference, now))
+                self.program.effects.append(Reshape(reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 

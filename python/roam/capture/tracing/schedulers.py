@@ -14,7 +14,8 @@ from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.scheduler_functions import Later
 from roam.errors import CaptureError
-from roam.program.ir import HostCall, Program, substitute
+from roam.program.effects import StepScheduler
+from roam.program.ir import Program, substitute
 from roam.state.containers import MappingSpace
 from roam.state.equality import same
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS
@@ -52,7 +53,7 @@ class _Given:
         leaves, spec = pytree.tree_flatten(opened(self._arguments))
         if spec != self._spec or any(map(operator.is_not, leaves, self._leaves)):
             return True
-        call, slots = program.after[self._call], set[int]()
+        call, slots = program.of(StepScheduler)[self._call], set[int]()
         substitute(call.arguments, lambda ref: slots.add(ref.slot))
         written = program.written(program.calls[call.position :])
         return not written.isdisjoint(map(program.storage_of, slots))
@@ -164,9 +165,10 @@ class _Scheduler:
         ):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
         self._is_stepped = True
-        self._given.append(_Given((arguments, keywords), len(recorder.program.after)))
-        recorder.program.after.append(
-            HostCall(
+        steps = recorder.program.of(StepScheduler)
+        self._given.append(_Given((arguments, keywords), len(steps)))
+        recorder.program.effects.append(
+            StepScheduler(
                 scheduler,
                 path,
                 recorder.references((arguments, keywords), f"{path}.step()"),
@@ -215,7 +217,7 @@ class _Scheduler:
 
     def _last_rates(self) -> list[Any]:
         if self._last_now is None:
-            recorder, calls = self._recorder, self._recorder.program.after
+            recorder, calls = self._recorder, self._recorder.program.of(StepScheduler)
             getter = f"{self._path}.get_last_lr()"
             rates = self._last if not calls else [None] * self._count()
             self._last_now = []

@@ -43,6 +43,7 @@ from roam.capture.tracing.source_location import (
 from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
 from roam.own_code import is_own_file
+from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken
 from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
@@ -190,12 +191,13 @@ def trace(
             reductions.check()
         fake_state.check_results()
         recorder.program.reduced = reductions.modules
-        recorder.program.synced = reductions.taken_back()
+        recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
-        recorder.program.growing = fake_state.growing.lists()
+        made = recorder.program.result
+        made.growing = fake_state.growing.lists()
         if recorder.messages.all:
-            recorder.program.growing.append((PATH, OUTLET))
-            recorder.program.messages = list(map(outline, recorder.messages.all))
+            made.growing.append((PATH, OUTLET))
+            made.messages = list(map(outline, recorder.messages.all))
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.made = recorder.made_tensor

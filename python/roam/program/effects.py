@@ -1,0 +1,390 @@
+"""Effects: what a step leaves behind beside its result, one record each.
+
+Capture records effects in `Program.effects` (`capture/tracing/endings.py`); passes rename their
+slots, comparisons of traces look at their keys, and a run applies them, each by a loop over the
+list. To add an effect, write its class here and record it there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+from roam.errors import ExecutionError
+from roam.program.ir import History, Joined, Ref
+from roam.state.equality import MISSING, show
+from roam.state.references import ArgumentReference, OptimizerReference, Skeleton
+from roam.torch_compat.private import is_view, set_step_called
+
+VIEW: Final = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
+
+
+@dataclass(slots=True)
+class Ending:
+    """The end of a run.
+
+    Attributes:
+        leaves: the call's flattened arguments.
+        with_history: gives a value of the run the history that autograd sees.
+        joined: gives the distributed tensor of which a value is this process's part.
+        skipped: identities of the optimizers of which every step was left out.
+    """
+
+    leaves: list[Any]
+    with_history: Callable[[Any, History], Any]
+    joined: Callable[[Any, Joined], Any]
+    skipped: set[int]
+
+
+class Effect(ABC):
+    """One thing that a step leaves behind."""
+
+    __slots__ = ()
+    what: ClassVar[str]
+    """What messages call effects of the class."""
+    stage: ClassVar[int]
+    """A run applies those of a lower stage first."""
+    is_by_calls: ClassVar[bool] = True
+    """Whether a run that fails in the middle leaves no more of it than the calls before have
+    left."""
+
+    @abstractmethod
+    def key(self) -> Any:
+        """Equal for two traces of one step that leave the same, whatever values they give."""
+
+    def unlike(self, other: Any) -> str:
+        """How an effect of the same class in another trace differs, for the user to read."""
+        return f"the {self.what} differ"
+
+    @property
+    def given(self) -> Any:
+        """A nest with a `Ref` for each value that comes from the program's calls."""
+        return ()
+
+    def giving(self, given: Any) -> Effect:
+        """The same effect with other slots in `given`."""
+        return self
+
+    def look_up(self, leaves: list[Any]) -> Any:
+        """What a run has to find before it begins, for `apply`.
+
+        Raises:
+            ExecutionError: it finds what this effect cannot be applied to.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        """Leaves it after a run; `given` has the values that the run made."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skip(Effect):
+    """An optimizer whose calls have a number as `Call.skip_if`: where it is not zero they are left
+    out, and the optimizer's state stays as it was.
+    """
+
+    what = "steps that may be left out"
+    stage = 0
+    optimizer: Any
+    slot: int
+
+    def key(self) -> Any:
+        return id(self.optimizer)
+
+    @property
+    def given(self) -> Any:
+        return Ref(self.slot)
+
+    def giving(self, given: Any) -> Skip:
+        return replace(self, slot=given.slot)
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        """Nothing: what other effects leave depends on it (`skipped_by`)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop(Effect):
+    """A gradient from before the step that is gone after it."""
+
+    what = "gradients that are dropped"
+    stage = 1
+    reference: Any
+
+    def key(self) -> Any:
+        return self.reference.path
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        _set(self.reference, None, ending)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetPlain(Effect):
+    """What an optimizer's state, rates and overwritten attributes are after the step, where that is
+    neither tensor nor live number. For a nest with tensors in it, the value is a `Skeleton` whose
+    entries are rebound.
+    """
+
+    what = "plain values left behind"
+    stage = 2
+    is_by_calls = False
+    reference: Any
+    value: Any
+
+    def key(self) -> Any:
+        return self.reference.path, self._nest()
+
+    def unlike(self, other: SetPlain) -> str:
+        path = self.reference.path
+        if path != other.reference.path:
+            return "they left plain values in different places"
+        return f"they left {show(self._nest())} and {show(other._nest())} at {path}"
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        value = self.value
+        self.reference.set(value.build() if isinstance(value, Skeleton) else value)
+
+    def _nest(self) -> Any:
+        return self.value.nest if isinstance(self.value, Skeleton) else self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rebind(Effect):
+    """A place that holds another tensor or live number after the step than before.
+
+    Attributes:
+        history: how autograd sees the tensor.
+        joined: the distributed tensor of which the value is this process's part.
+    """
+
+    what = "state left behind"
+    stage = 3
+    reference: Any
+    slot: int
+    history: History = "none"
+    joined: Joined | None = None
+
+    def key(self) -> Any:
+        history = self.history
+        if not isinstance(history, str):
+            history = tuple(reference.path for reference in history)
+        return self.reference.path, history
+
+    @property
+    def given(self) -> Any:
+        return Ref(self.slot)
+
+    def giving(self, given: Any) -> Rebind:
+        return replace(self, slot=given.slot)
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        reference = self.reference
+        if isinstance(reference, OptimizerReference) and id(reference.optimizer) in ending.skipped:
+            return
+        if self.joined is not None:
+            given = ending.joined(given, self.joined)
+        if self.history != "none":
+            given = ending.with_history(given, self.history)
+        _set(reference, given, ending)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PutLast(Effect):
+    """A place of optimizers' state, in the state's own order after the step."""
+
+    what = "orders of optimizers' state"
+    stage = 4
+    reference: Any
+
+    def key(self) -> Any:
+        return self.reference.path
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        self.reference.put_last()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overwrite(Effect):
+    """An attribute that the step sets before it looks at it. One that is new is its object's last,
+    after those before it in the list.
+    """
+
+    what = "attributes that are set"
+    stage = 4
+    reference: Any
+
+    def key(self) -> Any:
+        return self.reference.path
+
+    def look_up(self, leaves: list[Any]) -> Any:
+        return self.reference.get() is MISSING
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        if found:
+            self.reference.put_last()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FillState(Effect):
+    """Which parameters have state in an optimizer after the step, in its own order, if that of some
+    is empty: they have been asked for it.
+    """
+
+    what = "empty state of optimizers"
+    stage = 5
+    optimizer: Any
+    parameters: list[Any]
+
+    def key(self) -> Any:
+        return id(self.optimizer), [place.path for place in self.parameters]
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        if id(self.optimizer) in ending.skipped:
+            return
+        state, parameters = self.optimizer.state, [place.get() for place in self.parameters]
+        if not all(parameter in state for parameter in parameters):
+            for parameter in parameters:
+                state[parameter] = state.pop(parameter, {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarkStepped(Effect):
+    """An optimizer whose `step` the user's step calls, which is what a scheduler looks for."""
+
+    what = "optimizers' steps"
+    stage = 6
+    optimizer: Any
+
+    def key(self) -> Any:
+        return id(self.optimizer)
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        if id(self.optimizer) not in ending.skipped:
+            set_step_called(self.optimizer, True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reshape(Effect):
+    """An argument whose (shape, strides, offset) the step changes in place."""
+
+    what = "arguments' shapes"
+    stage = 7
+    is_by_calls = False
+    reference: ArgumentReference
+    layout: tuple[Any, ...]
+
+    def key(self) -> Any:
+        return self.reference.path
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        ending.leaves[self.reference.index].as_strided_(*self.layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetFlag(Effect):
+    """A tensor from before the step whose `requires_grad` it changes, and the new value."""
+
+    what = "changes of requires_grad"
+    stage = 8
+    is_by_calls = False
+    reference: Any
+    flag: bool
+
+    def key(self) -> Any:
+        return self.reference.path, self.flag
+
+    def look_up(self, leaves: list[Any]) -> Any:
+        return held(self.reference, leaves)
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        found.requires_grad_(self.flag)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Detach(Effect):
+    """A tensor from before the step whose gradient history it ends in place."""
+
+    what = "histories ended in place"
+    stage = 9
+    is_by_calls = False
+    reference: Any
+
+    def key(self) -> Any:
+        return self.reference.path
+
+    def look_up(self, leaves: list[Any]) -> Any:
+        found = held(self.reference, leaves)
+        if is_view(found):
+            raise ExecutionError(f"{self.reference.path} {VIEW}", code="failed")
+        return found
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        found.detach_()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetSync(Effect):
+    """Whether the last forward pass of a `DistributedDataParallel` in the step synchronizes: the
+    module has to know it afterwards.
+    """
+
+    what = "synchronizing modules"
+    stage = 10
+    is_by_calls = False
+    module: Any
+    is_synced: bool
+
+    def key(self) -> Any:
+        return id(self.module), self.is_synced
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        self.module.require_forward_param_sync = self.is_synced
+
+
+AFTERWARDS: Final = 11
+"""Effects of this stage are applied in the caller's own modes, once all others are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepScheduler(Effect):
+    """A scheduler's `step`, called inside the user's step and run for real after each run.
+
+    Attributes:
+        arguments: (args, kwargs) with a Ref for every tensor and live number.
+        position: how many calls came before it.
+    """
+
+    what = "schedulers"
+    stage = AFTERWARDS
+    scheduler: Any
+    path: str
+    arguments: Any
+    position: int
+
+    def key(self) -> Any:
+        return self.path, self.position
+
+    @property
+    def given(self) -> Any:
+        return self.arguments
+
+    def giving(self, given: Any) -> StepScheduler:
+        return replace(self, arguments=given)
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        args, kwargs = given
+        self.scheduler.step(*args, **kwargs)
+
+
+def held(reference: Any, leaves: list[Any]) -> Any:
+    """What a reference holds at a call with these flattened arguments."""
+    return reference.find(leaves) if isinstance(reference, ArgumentReference) else reference.get()
+
+
+def _set(reference: Any, value: Any, ending: Ending) -> None:
+    if isinstance(reference, ArgumentReference):
+        reference.put(ending.leaves, value)
+    else:
+        reference.set(value)
