@@ -9,6 +9,7 @@ import contextlib
 import enum
 import functools
 import http
+import inspect
 import logging
 import threading
 import types
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import roam
 from training import assert_same_bits
@@ -175,3 +177,18 @@ def test_a_counter_that_decides(name: str) -> None:
         assert holder.calls == 7
     finally:
         clean(holder)
+
+
+def test_what_pytorch_notes_on_its_own_functions_is_not_the_steps() -> None:
+    """The first call of `checkpoint` in a process leaves an attribute on it."""
+    vars(inspect.unwrap(checkpoint)).pop("__dynamo_disable", None)
+    net = torch.nn.Linear(3, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        net.zero_grad()
+        run = functools.partial(checkpoint, net, use_reentrant=False)
+        run(x).sum().backward()
+        return net.weight.grad.clone()
+
+    x = torch.ones(2, 3)
+    assert_same_bits([roam.compile(step)(x)], [step(x)])

@@ -72,6 +72,7 @@ from roam.state.library_code import (
     is_library,
     is_library_code,
     is_opaque,
+    is_pytorchs,
     is_watcher,
     names_of,
     tested_names,
@@ -561,7 +562,11 @@ class _Walk:
                 self._enqueue(attributes_of(value).get("__wrapped__"), path)
                 self._by_name(value, path)
             else:  # a library's decorator, or hook, around a function of the user's
-                self._dictionary(value, path)
+                if is_pytorchs(value.__globals__):
+                    # PyTorch keeps notes on its own functions, such as what its compiler runs.
+                    self._by_name(value, path)
+                else:
+                    self._dictionary(value, path)
                 for part in _closed_over(value):
                     self._enqueue(part, path)
                 self._tensors_closed_over(value)

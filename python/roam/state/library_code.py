@@ -177,6 +177,12 @@ def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
     return is_library(module)
 
 
+def is_pytorchs(names: dict[str, Any]) -> bool:
+    """Whether global names are those of a module of PyTorch's."""
+    module = names.get("__name__")
+    return type(module) is str and is_in(module, ("torch",))
+
+
 def is_watcher(kind: type) -> bool:
     """Whether objects of a class only watch a training run, and change at every step."""
     module = _home_of(kind)
