@@ -177,7 +177,7 @@ def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
     return is_library(module)
 
 
-def is_pytorchs(names: dict[str, Any]) -> bool:
+def is_pytorchs(names: dict[str, object]) -> bool:
     """Whether global names are those of a module of PyTorch's."""
     module = names.get("__name__")
     return type(module) is str and is_in(module, ("torch",))
