@@ -58,7 +58,7 @@ RAISING: Final = frozenset(
         "_embedding_bag", "_embedding_bag_forward_only", "_histogramdd_bin_edges", "_linalg_eigh", "_linalg_svd",
         "bernoulli", "binary_cross_entropy", "bincount", "cholesky_inverse", "embedding", "gather", "histc", "histogram",
         "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
-        "index_select", "linalg_eig", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_solve",
+        "index_select", "linspace", "linalg_eig", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu_solve",
         "linalg_matrix_sqrth", "linalg_pinv", "linalg_polar", "lu_unpack", "max_unpool2d", "max_unpool3d",
         "multi_margin_loss", "multilabel_margin_loss_forward", "multinomial", "nll_loss_forward", "nll_loss2d_forward",
         "normal", "put", "scatter", "scatter_add", "scatter_reduce", "take",
@@ -69,7 +69,11 @@ RAISING: Final = frozenset(
 }  # fmt: skip
 """Kernels that raise an error for some data, on the CPU: for indices that are out of range, or for
 what an algorithm does not converge on. `tests/test_data_checks.py` looks for them among all of
-PyTorch's operators. Divisions of integers by zero are left out: the same kernels divide floats."""
+PyTorch's operators."""
+DIVIDING: Final = frozenset(
+    f"aten::{name}" for base in ("div", "floor_divide", "fmod", "remainder") for name in (base, f"{base}_")
+)  # fmt: skip
+"""Kernels that raise an error where an integer is divided by zero."""
 
 
 def check_data(

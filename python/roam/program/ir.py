@@ -17,7 +17,7 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
-from roam.program.checks import DATA_CHECKS, RAISING, check_data
+from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload, schema_of
@@ -164,11 +164,6 @@ class Call:
     def is_data_check(self) -> bool:
         """Whether it is a check of data that an operator of PyTorch's makes."""
         return self.is_check and (self.target is check_data or self.target in DATA_CHECKS)
-
-    @property
-    def may_raise(self) -> bool:
-        """Whether it is a kernel that raises an error for some data."""
-        return isinstance(self.target, OpOverload) and schema_of(self.target).name in RAISING
 
     def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, its generator's
@@ -439,6 +434,20 @@ class Program:
     def of(self, kind: type[E]) -> list[E]:
         """The effects of a class, in their order."""
         return [effect for effect in self.effects if type(effect) is kind]
+
+    def may_raise(self, call: Call) -> bool:
+        """Whether a call is one of a kernel that raises an error for some data."""
+        if not isinstance(call.target, OpOverload):
+            return False
+        name = schema_of(call.target).name
+        return name in RAISING or (name in DIVIDING and self._divides_integers(call))
+
+    def _divides_integers(self, call: Call) -> bool:
+        """Whether a division is one of integers, by what is in a tensor."""
+        (made,) = call.outputs
+        meta = self.slots[call.args[0].slot if made is None else made]
+        is_exact = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+        return is_exact and isinstance(call.args[1], Ref)
 
     def launches(self) -> list[Call]:
         """The calls that launch collectives."""

@@ -851,7 +851,7 @@ def _first_raising(program: Program) -> Iterator[tuple[int, int]]:
     raises an error for some data, and comes first in the program. Most changes depend on such
     kernels anyway, which look up and compare in the forward pass.
     """
-    raising = [index for index, call in enumerate(program.calls) if call.may_raise]
+    raising = [index for index, call in enumerate(program.calls) if program.may_raise(call)]
     if not raising:
         return
     bits = {index: 1 << place for place, index in enumerate(raising)}

@@ -97,7 +97,7 @@ def prune(program: Program) -> Program:
         has_effect = (
             call.random
             or call.is_check
-            or call.may_raise
+            or program.may_raise(call)
             or is_collective(call.target)  # other processes wait for it
             or not call.outputs
             or any(program.storage_of(slot) in matters for slot in call.mutates)
@@ -147,7 +147,7 @@ def assign_early(program: Program) -> Program:
             )
             continue
         places.append((index, False))
-        last_check = index if call.is_check or call.may_raise else last_check
+        last_check = index if call.is_check or program.may_raise(call) else last_check
         made = [slot for slot in call.outputs if slot is not None]
         makers.update((slot, index) for slot in made)
         last_use.update((program.storage_of(slot), index) for slot in (*call.refs(), *made))

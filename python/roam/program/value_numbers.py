@@ -292,7 +292,7 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
 
 def _unread(program: Program) -> Iterator[int]:
     """Kernels that the program keeps for the errors alone that they raise."""
-    raising = [index for index, call in enumerate(program.calls) if call.may_raise]
+    raising = [index for index, call in enumerate(program.calls) if program.may_raise(call)]
     if not raising:
         return
     used = program.outgoing()

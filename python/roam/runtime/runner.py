@@ -635,7 +635,9 @@ class Runner:
         made = [self._program.slots[slot] for slot in call.outputs if slot is not None]
         if isinstance(error, (ArithmeticError, ValueError)) and not any(made):
             return True  # an error of Python's numbers
-        if call.may_raise:  # PyTorch's own error, which has the type that the caller may handle
+        if self._program.may_raise(
+            call
+        ):  # PyTorch's own error, which has the type that the caller may handle
             return not isinstance(error, (ExecutionError, torch.OutOfMemoryError))
         return call.source.is_tried and not isinstance(error, ExecutionError)
 
