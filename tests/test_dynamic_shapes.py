@@ -4,6 +4,7 @@ whatever the values become."""
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -553,3 +555,25 @@ def test_nested_tensors_are_refused_with_what_to_change(step: Callable[..., torc
     assert caught.value.code == "refused_operator"
     other = _encoded(False)
     assert torch.equal(other(x, is_padding), roam.compile(other)(x, is_padding))
+
+
+def test_a_metric_that_checks_its_arguments_says_how_to_turn_that_off() -> None:
+    metrics = pytest.importorskip("torchmetrics").classification
+
+    def script(wrap: Any, *, validates: bool) -> list[Any]:
+        weight = torch.nn.Parameter(torch.eye(4))
+        metric = metrics.MulticlassAccuracy(4, validate_args=validates)
+
+        @wrap
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            scores = x @ weight
+            scores.square().sum().backward()
+            metric.update(scores.argmax(1), y)
+            return scores
+
+        scores = step(torch.randn(6, 4), torch.randint(0, 4, (6,)))
+        return [scores, metric.compute()]
+
+    with pytest.raises(roam.CaptureError, match="make the metric with validate_args=False"):
+        script(roam.compile, validates=True)
+    both(functools.partial(script, validates=False))

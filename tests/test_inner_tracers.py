@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of what is deprecated
 ]
 
+functional = torch.nn.functional
+
 
 def wave(z: torch.Tensor) -> torch.Tensor:
     return z.sin() * z
@@ -142,3 +144,31 @@ def test_a_function_traced_outside_runs() -> None:
         return traced(w * x).sum()
 
     assert_same_bits(train(loss, same), train(loss, roam.compile))
+
+
+def squares_of(derivative: Callable[[Any], Any], function: Any) -> Loss:
+    """The squares of what `torch.vmap` of a derivative of a function of one row gives."""
+    return lambda w, x: (
+        torch.vmap(derivative(lambda row: function(row * w).sum()))(torch.stack([x, -x]))
+        .square()
+        .sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "reverse"),
+    [
+        (torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))),
+        (torch.func.jacfwd, torch.func.jacrev),
+    ],
+    ids=["hessian", "jacfwd"],
+)
+@pytest.mark.parametrize("function", [torch.tanh, torch.sin, torch.exp, functional.elu])
+def test_a_zero_tangent_is_refused_and_the_remedy_works(
+    forward: Any, reverse: Any, function: Any
+) -> None:
+    with pytest.raises(roam.CaptureError, match=r"jacrev\(torch\.func\.jacrev\(f\)\)") as caught:
+        train(squares_of(forward, function), roam.compile)
+    assert caught.value.code == "forward_mode"
+    remedy = squares_of(reverse, function)
+    assert_same_bits(train(remedy, same), train(remedy, roam.compile))

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 import roam
+from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -608,6 +609,61 @@ class TestUserWritten:
         optimizer = Alternating(model.parameters(), lr=0.1)
         with pytest.raises(roam.CaptureError, match="another value after each step"):
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+
+class TestGradientsByHand:
+    """Optimizers of plain tensors, whose `.grad` the user sets."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda ws: torch.optim.Adam(ws, lr=0.1),
+            lambda ws: torch.optim.SGD(ws, lr=0.1, momentum=0.9),
+            lambda ws: torch.optim.RAdam([{"params": ws[:1]}, {"params": ws[1:], "lr": 0.5}]),
+        ],
+        ids=["adam", "momentum", "groups"],
+    )
+    @pytest.mark.parametrize("form", ["assigned", "copied", "added"])
+    def test_state_is_made_and_kept(self, make: Any, form: str) -> None:
+        def script(wrap: Any) -> list[Any]:
+            weights = [torch.randn(4, 3), torch.zeros(3)]
+            optimizer = make(weights)
+
+            @wrap
+            def step(x: torch.Tensor) -> torch.Tensor:
+                y = x @ weights[0] + weights[1]
+                for weight, gradient in zip(weights, (x.T @ y, y.sum(0)), strict=True):
+                    if form == "assigned" or weight.grad is None:
+                        weight.grad = gradient
+                    elif form == "copied":
+                        weight.grad.copy_(gradient)
+                    else:
+                        weight.grad = weight.grad + gradient
+                optimizer.step()
+                return y.square().mean()
+
+            losses = [step(torch.randn(5, 4)) for _ in range(4)]
+            saved = copy.deepcopy(optimizer.state_dict())
+            losses += [step(torch.randn(5, 4)) for _ in range(2)]
+            optimizer.load_state_dict(saved)
+            optimizer.state.pop(weights[0])
+            weights[0] = optimizer.param_groups[0]["params"][0] = torch.ones(4, 3)
+            losses += [step(torch.randn(5, 4)) for _ in range(3)]
+            return [losses, weights, optimizer.state_dict()]
+
+        both(script)
+
+    def test_gradients_of_the_caller(self) -> None:
+        def script(wrap: Any) -> list[Any]:
+            weight = torch.randn(4, 3)
+            optimizer = torch.optim.AdamW([weight], lr=0.1)
+            step = wrap(lambda: optimizer.step())
+            for place in range(6):
+                weight.grad = None if place == 3 else torch.randn(4, 3)
+                step()
+            return [weight, optimizer.state_dict()]
+
+        both(script)
 
 
 class Counting(torch.optim.Optimizer):

@@ -152,10 +152,17 @@ class FakeState:
         self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))
         """References whose tensors exist before any step: parameters, buffers, the user's own."""
+        updated = {  # by optimizers, also by gradients that the step itself puts at `.grad`
+            id(tensor)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
         self.parameters = [
             reference
             for reference in self.places
-            if not reference.tied and _is_trained(reference.get())
+            if not reference.tied
+            and (_is_trained(tensor := reference.get()) or id(tensor) in updated)
         ]
         """References to what may have a gradient and an optimizer's state from step to step."""
         rates = [

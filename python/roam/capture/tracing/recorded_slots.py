@@ -323,6 +323,15 @@ class Slots:
             code="collective", op=name,
         )  # fmt: skip
 
+    def refuse_zero_derivative(self, op: str, source: Source) -> NoReturn:
+        """Refuses what gets a derivative that PyTorch knows to be zero, and never makes."""
+        self.refuse(
+            "it is given a derivative that is zero everywhere, of forward-mode automatic differentiation (jvp, jacfwd, "
+            "and hessian, which is jacfwd of jacrev), which a plan cannot run here; use reverse mode: "
+            "torch.func.jacrev(f) for jacfwd(f), and torch.func.jacrev(torch.func.jacrev(f)) for hessian(f)",
+            code="forward_mode", op=op, source=source,
+        )  # fmt: skip
+
     # -- arguments
 
     def references(self, value: Any, user: str) -> Any:
@@ -393,6 +402,10 @@ class Slots:
                     "cannot record; use plain tensors in the step, or turn off the option that makes them",
                     code="subclass", op=str(target), source=source,
                 )  # fmt: skip
+            if tensor.device.type == "meta" and any(
+                call.target is aten._efficientzerotensor.default for call in self.program.calls
+            ):
+                self.refuse_zero_derivative(str(target), source)
             self.refuse(
                 f"it uses a tensor of shape {shape} that {_unknown(tensor)}",
                 code="unknown_tensor", op=str(target), source=source,

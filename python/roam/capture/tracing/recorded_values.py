@@ -593,7 +593,13 @@ class Values(Slots):
 
     def refuse_shape(self, operator: str, source: Source) -> NoReturn:
         """Refuses an operator if nobody can know its result's shape before the step runs."""
-        self.refuse(shape_refusal(operator), code="data_dependent", op=operator, source=source)
+        reason = shape_refusal(operator)
+        if "unique" in operator and "torchmetrics" in source.file:  # the line is not the user's
+            reason = (
+                "the metric checks its arguments by it, and the shape of its result depends on what the step computes; make the "
+                "metric with validate_args=False"
+            )  # fmt: skip
+        self.refuse(reason, code="data_dependent", op=operator, source=source)
 
     def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
         """The results of a call whose shapes values decide, and the place and value of one of them,

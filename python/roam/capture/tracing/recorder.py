@@ -233,6 +233,8 @@ class Recorder(Values, TorchDispatchMode):
                 "kernels for real tensors than for fake ones; write torch.where(mask, value, x)",
                 code="hidden_branch", op="aten.masked_fill.Tensor", source=source,
             )  # fmt: skip
+        if func is aten.mul.Scalar and args[0]._is_zerotensor():
+            self.refuse_zero_derivative(str(func), source)  # its kernel cannot write in memory
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
         call.args, call.kwargs = (
             self._recorded(args, call),
