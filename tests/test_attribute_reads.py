@@ -458,6 +458,7 @@ def check(read: Read, change: Change, captures: int, make: Callable[[], Any] = T
     assert len(step._captures) == captures
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_read_is_guarded(way: str) -> None:
     read, change = WAYS[way]

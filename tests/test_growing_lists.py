@@ -415,6 +415,7 @@ _READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", _READS)
 def test_a_step_that_reads_the_list_is_refused(name: str) -> None:
     def build(train: Step) -> Built:

@@ -171,6 +171,7 @@ EACH: Final[dict[str, Loss]] = {
 THREE: Final = 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss_of", EACH.values(), ids=EACH)
 def test_a_plan_for_each(loss_of: Loss) -> None:
     assert plans(loss_of) == CALLS + 1

@@ -94,12 +94,14 @@ KEEPS = [keeps_two, keeps_it, keeps_the_tensor_itself, keeps_four, changes_the_o
 GIVES = [every_other, same, from_the_third_on, its_own]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("give", GIVES)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_places_are_eagers(keep: Any, give: Any) -> None:
     assert trained(keep, give, True, None) == trained(keep, give, False, None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("give", GIVES)
 def test_places_are_eagers_within_a_budget(give: Any) -> None:
     assert trained(keeps_two, give, True, "90%") == trained(keeps_two, give, False, None)

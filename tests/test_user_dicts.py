@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("memory", [None, "85%"])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_leave_what_eager_pytorch_leaves(case: str, memory: str | None) -> None:
