@@ -60,7 +60,8 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
             (``library_version``). Raised in `train`: the step cannot be captured; a callback or a
             method of the trainer's class runs between the backward pass and the update
             (``trainer_hook``); or training is on several devices in another way than by
-            `DistributedDataParallel` (``trainer_devices``).
+            `DistributedDataParallel` or FSDP2, or FSDP2 leaves gradients of a micro-batch to be
+            reduced later (``trainer_devices``).
     """
     require("transformers", 5)
     if hasattr(trainer, _METRICS):
@@ -93,6 +94,8 @@ def compile(trainer: Trainer, *, keep_grads: bool | None = None, **options: Any)
         nonlocal keeps, put_back
         put_back()  # if the last run was interrupted within its update
         _check(trainer)
+        if trainer.accelerator.is_fsdp2:
+            _reshard(model)
         keeps = keeps or (keep_grads is None and _may_read_gradients(trainer))
         is_first = keeps and all(item.grad is None for item in model.parameters())
         loss, norm, metrics = step(model, inputs, num_items_in_batch, is_first, keeps)
@@ -143,8 +146,19 @@ def _check(trainer: Trainer) -> None:
     if (other := _other_way(trainer)) is not None:
         raise CaptureError(
             f"this Trainer trains by {other}; roam plans its steps on one device, or on several processes by "
-            "DistributedDataParallel. Run one process that sees one device (CUDA_VISIBLE_DEVICES=0), or torchrun without "
-            "fsdp=, deepspeed= and parallelism_config=; or train without roam",
+            "DistributedDataParallel or FSDP2. Run one process that sees one device (CUDA_VISIBLE_DEVICES=0), or torchrun with "
+            'fsdp_config={"version": 2} or without fsdp=, and without deepspeed= and parallelism_config=; or train without roam',
+            code="trainer_devices",
+        )
+    if (
+        trainer.accelerator.is_fsdp2
+        and trainer.args.gradient_accumulation_steps > 1
+        and not trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    ):
+        raise CaptureError(
+            "with FSDP2 this Trainer reduces gradients after the last micro-batch only, and each micro-batch is a step of its own "
+            "here, which has to reduce its gradients. Pass accelerator_config="
+            '{"gradient_accumulation_kwargs": {"sync_each_batch": True}}, or train without roam',
             code="trainer_devices",
         )
     if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
@@ -175,16 +189,30 @@ def _check(trainer: Trainer) -> None:
 def _other_way(trainer: Trainer) -> str | None:
     """What a trainer uses several devices by, if plans do not follow it; None if they do."""
     kind = trainer.accelerator.distributed_type
+    is_fsdp2 = trainer.accelerator.is_fsdp2
     if trainer.args.n_gpu > 1:
         return "several devices of one process"
-    if kind not in _REPLICATED:
+    if kind not in _REPLICATED and not is_fsdp2:
         return str(kind.value)
-    if any(is_dtensor(item) for item in trainer.model.parameters()):
+    if trainer.is_distributed_loading_by_transformers or (
+        not is_fsdp2 and any(is_dtensor(item) for item in trainer.model.parameters())
+    ):
         return "tensors that transformers has sharded"
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallel is not None and parallel.total_size > 1 and not parallel.dp_replicate_enabled:
+    if parallel is not None and (
+        parallel.non_data_parallel_size > 1 or (parallel.dp_shard_enabled and not is_fsdp2)
+    ):
         return type(parallel).__name__
     return None
+
+
+def _reshard(model: Any) -> None:
+    """Frees what an evaluation has left gathered, which no step may begin with."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _may_read_gradients(trainer: Trainer) -> bool:
