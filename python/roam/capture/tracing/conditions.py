@@ -12,12 +12,13 @@ import ast
 import dis
 import functools
 import itertools
+import linecache
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from roam.capture.tracing.source_location import is_torch_file, is_user_code, shown_path, tree_of
+from roam.capture.tracing.source_location import is_torch_file, is_user_code, shown_path
 from roam.own_code import is_own_file
 from roam.state.library_code import is_library
 
@@ -85,7 +86,7 @@ def _loops(file: str) -> list[tuple[int, int]]:
     """The first and last line of each loop of a file that may end before its items do."""
     return [
         (statement.lineno, statement.end_lineno or statement.lineno)
-        for statement in ast.walk(tree_of(file))
+        for statement in ast.walk(_tree(file))
         if isinstance(statement, ast.While)
         or (isinstance(statement, ast.For) and any(map(_leaves, statement.body)))
     ]
@@ -215,7 +216,7 @@ def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
     returns, each with what is around it.
     """
     found: dict[int, list[list[ast.AST]]] = {}
-    for statement in ast.walk(tree_of(file)):
+    for statement in ast.walk(_tree(file)):
         test = (
             statement.value
             if isinstance(statement, ast.Return)
@@ -228,6 +229,13 @@ def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
             for line in range(node.lineno, node.end_lineno + 1):
                 found.setdefault(line, []).append(path)
     return found
+
+
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _paths(node: ast.expr, around: list[ast.AST]) -> Iterator[list[ast.AST]]:

@@ -6,14 +6,9 @@ step. What a code object means is decided once and remembered.
 
 from __future__ import annotations
 
-import ast
-import builtins
-import contextlib
 import dis
 import functools
-import inspect
 import itertools
-import linecache
 import os
 import sys
 import sysconfig
@@ -55,7 +50,7 @@ def _classify(code: CodeType) -> int:
         bits |= _USER
         if shown_path(file).startswith("numpy" + os.sep):
             bits |= _NUMPYS  # which no message should name in place of its caller
-        if _tried(code) or _has_blocks(code):
+        if _tried(code):
             bits |= _TRIES
     if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
         bits |= _MODULE
@@ -70,7 +65,7 @@ def _classify(code: CodeType) -> int:
 @functools.lru_cache(maxsize=1024)
 def _tried(code: CodeType) -> list[tuple[int, int]]:
     """The ranges of a function's instructions that are in a `try`, by their first offset and the
-    offset after them. Blocks of `with` count as if they let errors through (see `_is_handled`).
+    offset after them. Blocks of `with` count as if they let errors through.
     """
     if sys.version_info < (3, 11):
         is_trying = any(one.opname == "SETUP_FINALLY" for one in dis.get_instructions(code))
@@ -93,57 +88,6 @@ def _tried(code: CodeType) -> list[tuple[int, int]]:
         return target > at and is_handled(target)  # the block around it
 
     return [(entry.start, entry.end) for entry in entries if is_handled(entry.start)]
-
-
-def _has_blocks(code: CodeType) -> bool:
-    """Whether a function has blocks of `with`."""
-    return any(one.opname == "WITH_EXCEPT_START" for one in dis.get_instructions(code))
-
-
-@functools.lru_cache(maxsize=64)
-def tree_of(file: str) -> ast.AST:
-    """The syntax tree of a file; an empty one if it has none."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
-
-
-@functools.lru_cache(maxsize=256)
-def _blocks(file: str) -> list[tuple[int, int, ast.expr]]:
-    """The first and the last line in each block of `with`, and what opens it."""
-    return [
-        (node.body[0].lineno, node.end_lineno or node.lineno, item.context_expr)
-        for node in ast.walk(tree_of(file))
-        if isinstance(node, (ast.With, ast.AsyncWith))
-        for item in node.items
-    ]
-
-
-def _is_handled(frame: FrameType) -> bool:
-    """Whether code that runs may handle an error that is raised now: in a `try`, or in a block of
-    `with` that is not known to let errors through, as one of `contextlib.suppress`.
-    """
-    code, at, line = frame.f_code, frame.f_lasti, frame.f_lineno
-    if any(start <= at < end for start, end in _tried(code)):
-        return True
-    return any(
-        code.co_firstlineno <= first <= line <= last and not _lets_through(opened, frame)
-        for first, last, opened in _blocks(code.co_filename)
-    )
-
-
-def _lets_through(opened: ast.expr, frame: FrameType) -> bool:
-    """Whether a context manager is one of PyTorch's or does nothing."""
-    name = opened.func if isinstance(opened, ast.Call) else opened
-    root, *attributes = ast.unparse(name).split(".")
-    value = frame.f_locals.get(root, frame.f_globals.get(root, vars(builtins).get(root)))
-    for attribute in attributes:
-        value = inspect.getattr_static(value, attribute, None)
-    is_made = not isinstance(value, type) and not inspect.isroutine(value)
-    kind = type(value) if is_made else value
-    is_pytorchs = str(getattr(kind, "__module__", "")).startswith("torch")
-    return is_pytorchs or kind is contextlib.nullcontext
 
 
 _bits: Final[dict[int, tuple[int, CodeType]]] = {}
@@ -189,8 +133,6 @@ class Frames:
         self._module_names = module_names
         self._bits: dict[int, int] = {}
         """Of code whose globals are noted, by its identity."""
-        self._handled: dict[tuple[int, int], bool] = {}
-        """By the identity of code and the place in it, whether it may handle an error."""
         self._forward_sources: dict[int, Source] = {}
         self.root: CodeType | None = None
         """The code of the function that calls the step; the walk ends there."""
@@ -219,10 +161,8 @@ class Frames:
                     )  # an optimizer in a gradient hook, a backward pass in a closure: the inner one
                 bits_seen |= bits
                 if bits & _TRIES and not is_tried:
-                    place = _identity(code), frame.f_lasti
-                    if (handled := self._handled.get(place)) is None:
-                        handled = self._handled[place] = _is_handled(frame)
-                    is_tried = handled
+                    at = frame.f_lasti
+                    is_tried = any(start <= at < end for start, end in _tried(frame.f_code))
                 if bits & _USER and not bits & _NUMPYS and user is None:
                     user = frame
                 if bits & _MODULE and not module:
