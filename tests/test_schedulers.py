@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import roam
+from roam.capture.step import Known, capture_step
 
 MAKE: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
@@ -293,3 +294,20 @@ def test_a_step_may_change_what_its_scheduler_reads_before() -> None:
         return [step(torch.ones(64, 4), {}) for _ in range(4)]
 
     assert rates(True) == rates(False)
+
+
+def test_a_first_step_with_a_scheduler_stands_for_the_later_ones() -> None:
+    """The scheduler's place among the calls counts those that every step makes: two traces do."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    known = Known()
+    capture_step(step, (torch.ones(4, 3),), {}, known=known)
+    assert known.traces == 2

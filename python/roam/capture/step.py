@@ -43,7 +43,7 @@ from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
-from roam.program.effects import Rebind
+from roam.program.effects import Rebind, rebound
 from roam.program.gradient_lifetime import settle_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
@@ -734,7 +734,7 @@ def _resized(program: Program) -> str | None:
     has.
     """
     found = {reference.path: program.slots[slot] for reference, slot in program.referenced}
-    for reference, slot in ((one.reference, one.slot) for one in program.of(Rebind)):
+    for reference, slot in rebound(program):
         before, after = found.get(reference.path), program.slots[slot]
         if before is not None and after is not None and before.shape != after.shape:
             return (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from roam.program.bits import differ
-from roam.program.effects import Rebind
+from roam.program.effects import Rebind, rebound
 from roam.program.ir import Call, ComputedGuard, Joined, Program, Ref, substitute
 from roam.state.equality import same
 from roam.state.messages import BLANK
@@ -117,7 +117,7 @@ def has_same_structure(one: Program, other: Program) -> bool:
         and one.entering == other.entering
         and one.outgoing() == other.outgoing()
         and _kinds_of_references(one.referenced) == _kinds_of_references(other.referenced)
-        and _kinds_of_references(_rebinds(one)) == _kinds_of_references(_rebinds(other))
+        and _kinds_of_references(rebound(one)) == _kinds_of_references(rebound(other))
         and [slot for _, slot in one.constants] == [slot for _, slot in other.constants]
     )
 
@@ -170,10 +170,6 @@ def _is_same_nest(one: Any, two: Any) -> bool:
     if kind is dict:
         return list(one) == list(two) and all(map(_is_same_nest, one.values(), two.values()))
     return bool(one == two) if kind is Ref else same(one, two)
-
-
-def _rebinds(program: Program) -> list[tuple[Any, int]]:
-    return [(one.reference, one.slot) for one in program.of(Rebind)]
 
 
 def _histories(program: Program) -> list[Any]:

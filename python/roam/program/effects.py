@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from roam.errors import ExecutionError
-from roam.program.ir import History, Joined, Ref
+from roam.program.ir import History, Joined, Program, Ref
 from roam.state.equality import MISSING, show
 from roam.state.references import ArgumentReference, OptimizerReference, Skeleton
 from roam.torch_compat.private import is_view, set_step_called
@@ -67,6 +67,10 @@ class Effect(ABC):
         """The same effect with other slots in `given`."""
         return self
 
+    def after(self, count: Callable[[int], int]) -> Effect:
+        """The same effect where `count` gives how many of so many first calls are left."""
+        return self
+
     def look_up(self, leaves: list[Any]) -> Any:
         """What a run has to find before it begins, for `apply`.
 
@@ -78,6 +82,16 @@ class Effect(ABC):
     @abstractmethod
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         """Leaves it after a run; `given` has the values that the run made."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AtPlace(Effect):
+    """An effect on what a reference leads to, of which there is nothing else to compare."""
+
+    reference: Any
+
+    def key(self) -> Any:
+        return self.reference.path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,19 +116,15 @@ class Skip(Effect):
         return replace(self, slot=given.slot)
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        """Nothing: what other effects leave depends on it (`skipped_by`)."""
+        """Nothing: what other effects leave depends on it (`Ending.skipped`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drop(Effect):
+class Drop(_AtPlace):
     """A gradient from before the step that is gone after it."""
 
     what = "gradients that are dropped"
     stage = 1
-    reference: Any
-
-    def key(self) -> Any:
-        return self.reference.path
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         _set(self.reference, None, ending)
@@ -191,32 +201,24 @@ class Rebind(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PutLast(Effect):
+class PutLast(_AtPlace):
     """A place of optimizers' state, in the state's own order after the step."""
 
     what = "orders of optimizers' state"
     stage = 4
-    reference: Any
-
-    def key(self) -> Any:
-        return self.reference.path
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         self.reference.put_last()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Overwrite(Effect):
+class Overwrite(_AtPlace):
     """An attribute that the step sets before it looks at it. One that is new is its object's last,
     after those before it in the list.
     """
 
     what = "attributes that are set"
     stage = 4
-    reference: Any
-
-    def key(self) -> Any:
-        return self.reference.path
 
     def look_up(self, leaves: list[Any]) -> Any:
         return self.reference.get() is MISSING
@@ -266,17 +268,13 @@ class MarkStepped(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reshape(Effect):
+class Reshape(_AtPlace):
     """An argument whose (shape, strides, offset) the step changes in place."""
 
     what = "arguments' shapes"
     stage = 7
     is_by_calls = False
-    reference: ArgumentReference
     layout: tuple[Any, ...]
-
-    def key(self) -> Any:
-        return self.reference.path
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         ending.leaves[self.reference.index].as_strided_(*self.layout)
@@ -303,16 +301,12 @@ class SetFlag(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Detach(Effect):
+class Detach(_AtPlace):
     """A tensor from before the step whose gradient history it ends in place."""
 
     what = "histories ended in place"
     stage = 9
     is_by_calls = False
-    reference: Any
-
-    def key(self) -> Any:
-        return self.reference.path
 
     def look_up(self, leaves: list[Any]) -> Any:
         found = held(self.reference, leaves)
@@ -373,9 +367,17 @@ class StepScheduler(Effect):
     def giving(self, given: Any) -> StepScheduler:
         return replace(self, arguments=given)
 
+    def after(self, count: Callable[[int], int]) -> StepScheduler:
+        return replace(self, position=count(self.position))
+
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         args, kwargs = given
         self.scheduler.step(*args, **kwargs)
+
+
+def rebound(program: Program) -> list[tuple[Any, int]]:
+    """(reference, slot) for each place that holds another tensor or live number after the step."""
+    return [(one.reference, one.slot) for one in program.of(Rebind)]
 
 
 def held(reference: Any, leaves: list[Any]) -> Any:

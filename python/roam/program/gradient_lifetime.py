@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 
-from roam.program.effects import Drop, Effect, Rebind
+from roam.program.effects import Drop, Effect, Rebind, rebound
 from roam.program.ir import Program
 from roam.state.references import (
     ArgumentReference,
@@ -54,9 +54,9 @@ def _used_up(program: Program) -> set[str]:
         if isinstance(reference, PlaceReference)
     }
     gradients = [
-        (effect.reference, program.storage_of(effect.slot))
-        for effect in program.of(Rebind)
-        if isinstance(effect.reference, GradientReference)
+        (reference, program.storage_of(slot))
+        for reference, slot in rebound(program)
+        if isinstance(reference, GradientReference)
     ]
     bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
     updated: dict[int, int] = {}

@@ -439,7 +439,7 @@ class Program:
         """Whether a call is one of a kernel that raises an error for some data."""
         if not isinstance(call.target, OpOverload):
             return False
-        name = schema_of(call.target).name
+        name = _schema_name(call.target)
         return name in RAISING or (name in DIVIDING and self._divides_integers(call))
 
     def _divides_integers(self, call: Call) -> bool:
@@ -510,6 +510,11 @@ class Program:
 @functools.cache
 def _name_of(operator: OpOverload) -> str:
     return str(operator)
+
+
+@functools.cache
+def _schema_name(operator: OpOverload) -> str:
+    return str(schema_of(operator).name)
 
 
 @functools.cache

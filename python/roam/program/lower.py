@@ -17,7 +17,7 @@ from roam._core import Graph, GraphBuilder
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
 from roam.program.early_checks import needed_by
-from roam.program.effects import Rebind
+from roam.program.effects import rebound
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
@@ -893,9 +893,9 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
                     kinds[number] = "gradient"
     for number in leaving:
         kinds[number] = "output"
-    for effect in program.of(Rebind):
-        if program.slots[effect.slot] is not None:
-            kinds[program.storage_of(effect.slot)] = effect.reference.kind
+    for reference, slot in rebound(program):
+        if program.slots[slot] is not None:
+            kinds[program.storage_of(slot)] = reference.kind
     referenced = {
         slot: reference.kind
         for reference, slot in program.referenced

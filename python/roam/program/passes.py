@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roam.distributed.collectives import is_collective
-from roam.program.effects import Rebind
+from roam.program.effects import PutLast, Rebind, rebound
 from roam.program.ir import (
     Call,
     Program,
@@ -226,7 +226,7 @@ def with_state(
     """
     made = {
         reference.path: slot
-        for reference, slot in ((one.reference, one.slot) for one in first.of(Rebind))
+        for reference, slot in rebound(first)
         if (isinstance(reference, OptimizerReference) if paths is None else reference.path in paths)
         and first.slots[slot] is not None
     }
@@ -249,7 +249,8 @@ def with_state(
             effects=[
                 effect
                 for effect in first.effects
-                if not (isinstance(effect, Rebind) and effect.reference.path in made)
+                if not (isinstance(effect, PutLast) and made)
+                and not (isinstance(effect, Rebind) and effect.reference.path in made)
             ],
         ),
         calls,
@@ -319,7 +320,12 @@ def _renumber(
     result.entering = {storages[number] for number in program.entering if number in storages}
     result.calls = [call.renamed(slot_of) for call in calls]
     result.result = replace(program.result, leaves=renamed(program.result.leaves))
-    result.effects = [effect.giving(renamed(effect.given)) for effect in program.effects]
+    result.effects = [
+        effect.giving(renamed(effect.given)).after(
+            lambda position: sum(old < position for old in moved)
+        )
+        for effect in program.effects
+    ]
     return result
 
 

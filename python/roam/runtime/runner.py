@@ -30,6 +30,7 @@ from roam.program.effects import (
     Skip,
     StepScheduler,
     held,
+    rebound,
 )
 from roam.program.ir import Call, Joined, Program, TensorMeta
 from roam.runtime.cuda_graph import OnCuda
@@ -635,9 +636,8 @@ class Runner:
         made = [self._program.slots[slot] for slot in call.outputs if slot is not None]
         if isinstance(error, (ArithmeticError, ValueError)) and not any(made):
             return True  # an error of Python's numbers
-        if self._program.may_raise(
-            call
-        ):  # PyTorch's own error, which has the type that the caller may handle
+        if self._program.may_raise(call):
+            # The step's own function raises it with the type that the caller may handle.
             return not isinstance(error, (ExecutionError, torch.OutOfMemoryError))
         return call.source.is_tried and not isinstance(error, ExecutionError)
 
@@ -661,7 +661,7 @@ class Runner:
         )
         # What the step puts into a place, it puts there once it has made it.
         made = {slot for call in program.calls[number:] for slot in call.outputs}
-        if not is_simple or any(one.slot not in made for one in program.of(Rebind)):
+        if not is_simple or any(slot not in made for _, slot in rebound(program)):
             return False
         missing = self._executor.missing_before(failure)
         places = {

@@ -657,13 +657,7 @@ def _entry_endings(
     for reference in [reference for reference in fake_state.entries() if reference not in before]:
         value = reference.get()
         if issubclass(type(value), torch.Tensor):
-            program.effects.append(
-                Rebind(
-                    reference,
-                    recorder.leaving(value, reference.path),
-                    joined=recorder.joined(value, reference.path),
-                )
-            )
+            _rebind(recorder, reference, value)
         elif (slot := recorder.slot_of(value)) is not None:
             program.effects.append(Rebind(reference, slot))
         elif is_plain(value):

@@ -31,7 +31,7 @@ from roam.capture.tracing.growing_lists import GrowingLists
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
-from roam.program.effects import Rebind
+from roam.program.effects import rebound
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
 from roam.state.cached_results import Results, tensors_in
@@ -242,7 +242,7 @@ class FakeState:
     def note_numbers(self, recorder: Recorder) -> None:
         """Notes the numbers that a traced step makes for the next."""
         program = recorder.program
-        for reference, slot in ((one.reference, one.slot) for one in program.of(Rebind)):
+        for reference, slot in rebound(program):
             meta = program.slots[slot]
             if (
                 meta is None

@@ -18,7 +18,7 @@ import torch
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
-from roam.program.effects import Rebind, SetPlain, Skip, StepScheduler
+from roam.program.effects import SetPlain, Skip, StepScheduler, rebound
 from roam.program.ir import Program, refs
 from roam.state.equality import is_plain
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS, is_updated
@@ -153,7 +153,7 @@ def check_skippable(program: Program) -> None:
     steps: dict[int, list[int]] = {}
     for skip in program.of(Skip):
         steps.setdefault(id(skip.optimizer), []).append(skip.slot)
-    for reference, slot in ((one.reference, one.slot) for one in program.of(Rebind)):
+    for reference, slot in rebound(program):
         expected = (
             steps.get(id(reference.optimizer), [None])
             if isinstance(reference, OptimizerReference)
@@ -161,7 +161,8 @@ def check_skippable(program: Program) -> None:
         )
         if expected != [skip_if.get(slot)]:
             raise _escapes(f"{reference.path} is given")
-    for reference in (one.reference for one in program.of(SetPlain)):
+    for plain in program.of(SetPlain):
+        reference = plain.reference
         if isinstance(reference, OptimizerReference) and id(reference.optimizer) in steps:
             raise _escapes(f"{reference.path} is given")
 
