@@ -191,7 +191,11 @@ class TestGeneratorState:
 
         compiled = roam.compile(step)
         compiled(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
-        x, state = torch.randn(4, 6), torch.get_rng_state()
-        with pytest.raises(roam.ExecutionError, match="Nothing had been updated yet"):
-            compiled(x, torch.full((4,), 9))
-        assert state.equal(torch.get_rng_state())
+        x, wrong, state = torch.randn(4, 6), torch.full((4,), 9), torch.get_rng_state()
+        with pytest.raises(IndexError):
+            step(x, wrong)
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(state)
+        with pytest.raises(IndexError):  # from the step's own function, after the run's draws
+            compiled(x, wrong)
+        assert drawn.equal(torch.get_rng_state())

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import roam
 from roam import zoo
-from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import as_bytes
 from roam.program.ir import Call, Program, Ref, Source, Storage, TensorMeta, substitute
+from roam.program.operators import UNINITIALIZED
 from roam.program.repeatable import Repeat, repeats
 from roam.runtime.bindings import Bindings
 from roam.runtime.executor import Executor

@@ -1531,6 +1531,10 @@ CANARIES: dict[str, Callable[[], bool]] = {
         (base := torch.ones(2)) is private.seen_from(base[0][None])
         and private.seen_from(base) is None
     ),
+    "is_zero_derivative": lambda: (
+        private.is_zero_derivative(torch._efficientzerotensor((2,)))
+        and not private.is_zero_derivative(torch.zeros(2))
+    ),
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,

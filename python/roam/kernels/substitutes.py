@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roam.program.operators import UNINITIALIZED
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -34,14 +35,6 @@ class Equal:
 
 EQUAL: dict[str, Equal] = {}
 """By the full name of the overload that it stands for."""
-
-UNINITIALIZED = (
-    "aten::empty.memory_format",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-)
-"""Overloads whose results have no values yet."""
 
 
 def copy_then(in_place: OpOverload, outs: Outs, self: Tensor, *args: Any, **kwargs: Any) -> None:

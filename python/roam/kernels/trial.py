@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roam.kernels import substitutes
 from roam.kernels.table import Kernel, layout, named
 from roam.program.bits import as_bytes, copied, differ
+from roam.program.operators import UNINITIALIZED
 from roam.program.replay import generator_of
 from roam.torch_compat.private import OpOverload, c_pointer, pytree
 
@@ -219,7 +219,7 @@ def _is_special(tensor: Tensor) -> bool:
 
 
 def _is_uninitialized(ordinary: Ordinary) -> bool:
-    return ordinary.target.name() in substitutes.UNINITIALIZED
+    return ordinary.target.name() in UNINITIALIZED
 
 
 def _generator(nest: Any) -> torch.Generator:

@@ -14,6 +14,13 @@ REGION = "roam::region_"
 _OURS = frozenset({"aten", "roam"})
 
 aten = torch.ops.aten
+UNINITIALIZED: Final = (
+    "aten::empty.memory_format",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+)
+"""Overloads whose results have no values yet."""
 ATTENTION: Final[dict[Any, tuple[int, tuple[int, int]]]] = {
     aten._scaled_dot_product_efficient_attention.default: (5, (2, 3)),
     aten._scaled_dot_product_flash_attention.default: (3, (6, 7)),

@@ -21,7 +21,9 @@ from roam.program.ir import (
     ref_to,
     substitute,
 )
+from roam.program.operators import UNINITIALIZED
 from roam.state.references import GradientReference, OptimizerReference
+from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
 
@@ -90,6 +92,7 @@ def prune(program: Program) -> Program:
     # Storages whose contents matter later: those that persist, and those of needed values.
     matters = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
     matters.update(program.storage_of(slot) for slot in needed)
+    raising = _raising(program)
     calls: list[Call] = []
     positions: list[int] = []
     for index in range(len(program.calls) - 1, -1, -1):
@@ -97,7 +100,7 @@ def prune(program: Program) -> Program:
         has_effect = (
             call.random
             or call.is_check
-            or program.may_raise(call)
+            or index in raising
             or is_collective(call.target)  # other processes wait for it
             or not call.outputs
             or any(program.storage_of(slot) in matters for slot in call.mutates)
@@ -122,6 +125,29 @@ def prune(program: Program) -> Program:
     if _is_all(program, calls, referenced, constants):
         return program
     return _renumber(program, calls, moved, referenced, constants)
+
+
+def _raising(program: Program) -> set[int]:
+    """Calls that raise an error for some data of the step. One on tensors that nobody has filled is
+    none: DTensor runs operators on such tensors to learn the shapes of results.
+    """
+    raising = {index for index, call in enumerate(program.calls) if program.may_raise(call)}
+    if not raising:
+        return raising
+    written = program.written()
+    unfilled: set[int] = set()
+    for index, call in enumerate(program.calls):
+        makes_none = isinstance(call.target, OpOverload) and call.target.name() in UNINITIALIZED
+        if (
+            makes_none
+            and written.isdisjoint(
+                program.storage_of(slot) for slot in call.outputs if slot is not None
+            )
+            or not unfilled.isdisjoint(call.refs())
+        ):
+            unfilled.update(slot for slot in call.outputs if slot is not None)
+            raising.discard(index)
+    return raising
 
 
 def assign_early(program: Program) -> Program:

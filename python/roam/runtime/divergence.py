@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.ir import Call, Program
+from roam.program.operators import UNINITIALIZED
 from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, TorchDispatchMode, disable_current_modes, pytree
 

@@ -18,10 +18,10 @@ from roam._core import Plan
 from roam.distributed.collectives import is_collective
 from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
-from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, substitute
+from roam.program.operators import UNINITIALIZED
 from roam.program.tier import Load, Tier
 from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.codegen import GeneratedSource, Watcher

@@ -135,6 +135,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_zero_derivative(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of zeros that autograd has not made, such as a zero tangent."""
+    return tensor._is_zerotensor()
+
+
 def seen_from(view: torch.Tensor) -> torch.Tensor | None:
     """The tensor that autograd sees a tensor as a view of; None if it sees none."""
     return view._base
@@ -1572,6 +1577,7 @@ __all__ = [
     "is_pending",
     "is_precompiled",
     "is_view",
+    "is_zero_derivative",
     "joined",
     "keep_as_written",
     "keeping_activations",

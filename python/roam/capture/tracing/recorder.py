@@ -62,6 +62,7 @@ from roam.torch_compat.private import (
     base_name,
     c_pointer,
     disable_current_modes,
+    is_zero_derivative,
     pytree,
     run_composite,
     schema_of,
@@ -233,7 +234,7 @@ class Recorder(Values, TorchDispatchMode):
                 "kernels for real tensors than for fake ones; write torch.where(mask, value, x)",
                 code="hidden_branch", op="aten.masked_fill.Tensor", source=source,
             )  # fmt: skip
-        if func is aten.mul.Scalar and args[0]._is_zerotensor():
+        if func is aten.mul.Scalar and is_zero_derivative(args[0]):
             self.refuse_zero_derivative(str(func), source)  # its kernel cannot write in memory
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
         call.args, call.kwargs = (
