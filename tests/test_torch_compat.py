@@ -754,6 +754,18 @@ def _reaches_modes() -> bool:
     return seen == [torch.ops.higher_order.cond]
 
 
+def _has_no_memory() -> bool:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any: ...
+
+    made = private.without_data(Empty, torch.ones(3, 2).T, torch.float64)
+    kind = made.shape, made.stride(), made.dtype
+    return type(made) is Empty and kind == ((2, 3), (1, 2), torch.float64)
+
+
 def _negates() -> bool:
     tensor = torch.ones(2)
     negative = private.neg_view(tensor)
@@ -1603,6 +1615,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
         private.strides_together(torch.ones(2, 3).t(), torch.ones(3, 2).expand(3, 2)) == (1, 3)
     ),
     "subclass_of": _fakes,
+    "without_data": _has_no_memory,
     "print_options": _prints_by_options,
     "tensor_text": _shows_a_tensor,
     "tensor_uses": _holds,

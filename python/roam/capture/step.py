@@ -44,7 +44,7 @@ from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
 from roam.program.effects import Rebind, rebound
-from roam.program.gradient_lifetime import settle_gradients
+from roam.program.gradient_lifetime import settle_gradients, used_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
@@ -56,6 +56,8 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
+from roam.state.equality import MISSING
+from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
@@ -413,7 +415,7 @@ def capture_step(
         known.regions.start()
         answers = Answers() if answers is None else answers
         answers.passing = known.passing
-        reads, settles, from_plain = Reads(), None, set[str]()
+        reads, settles, from_plain, lacking = Reads(), None, set[str](), set[str]()
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
         # The lists that grow, and an error that what is in their places may have caused.
@@ -436,6 +438,7 @@ def capture_step(
                                 reads,
                                 settles,
                                 from_plain,
+                                lacking,
                             )
                             if blamed is not None:
                                 known.not_growing |= blamed[0]
@@ -500,6 +503,7 @@ def _captured(
     reads: Reads,
     settles: _Settles | None,
     from_plain: set[str],
+    lacking: set[str],
 ) -> CapturedStep:
     taker = known.taker
     taken = taker.take(args, kwargs)
@@ -544,6 +548,7 @@ def _captured(
             reliance,
             answers,
             from_plain,
+            lacking,
         )
         programs = None
         if integers:
@@ -569,6 +574,9 @@ def _captured(
         unread_places = tracer.unread(programs, live_arguments=has_live)
         if reach.growing:
             tracer.check_growing(live_arguments=has_live)
+        if without := _freed_before(programs[0]) - lacking:
+            lacking |= without
+            raise ReadMore
     except CaptureError as error:
         reads.check()
         reads.add_functions(reliance.unreached(reach))
@@ -581,6 +589,7 @@ def _captured(
         raise
     for program in programs:
         check_sequence(program)
+        program.lacking = set(lacking)
     reads.check()
     if known.compiles_blocks and not any(
         on_list(call.target) for program in programs for call in program.calls
@@ -642,6 +651,30 @@ def _captured(
         settings,
         known.regions.used(),
     )
+
+
+def _freed_before(program: Program) -> set[str]:
+    """Paths of the gradients, freed by earlier plans, to which the traced step adds.
+
+    Raises:
+        CaptureError: it uses one for anything else.
+    """
+    slots = {reference.path: slot for reference, slot in program.referenced}
+    for reference in used_gradients(program):
+        if lacks(reference.parameter.get()):
+            user = next(call for call in program.calls if slots[reference.path] in call.refs())
+            raise CaptureError(
+                f"{user.name} at {user.source} uses {reference.path} of an earlier step, whose plan has freed it where eager "
+                f"PyTorch still has it; {REMEDY}",
+                code="freed_gradient", operator=user.name, source=str(user.source),
+            )  # fmt: skip
+    return {
+        reference.path
+        for reference, _ in program.referenced
+        if isinstance(reference, GradientReference)
+        and reference.get() is MISSING
+        and lacks(reference.parameter.get())
+    }
 
 
 def _what_was_read(reach: Reach, reached: Callable[[Reads], Reach], known: Known) -> Reach:
@@ -814,6 +847,8 @@ class _Tracer:
     """What they take for granted where the code goes on either way."""
     from_plain: set[str]
     """Gets the paths at which the step found None or a number, and left tensors."""
+    lacking: Collection[str] = ()
+    """The paths of the gradients that are not there if an earlier plan has freed them."""
     stand_ins: StandIns | None = None
     """What the step gets in place of plain arguments."""
     integers: Collection[int] = ()
@@ -881,6 +916,7 @@ class _Tracer:
             layouts=self.known.layouts,
             copies_lists=self.copies_lists,
             integers=self.integers,
+            lacking=self.lacking,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()

@@ -15,7 +15,13 @@ from typing import Any, ClassVar, Final
 from roam.errors import ExecutionError
 from roam.program.ir import History, Joined, Program, Ref
 from roam.state.equality import MISSING, show
-from roam.state.references import ArgumentReference, OptimizerReference, Skeleton
+from roam.state.freed_gradients import lacks, note_freed, note_reset
+from roam.state.references import (
+    ArgumentReference,
+    GradientReference,
+    OptimizerReference,
+    Skeleton,
+)
 from roam.torch_compat.private import is_view, set_step_called
 
 VIEW: Final = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
@@ -121,13 +127,22 @@ class Skip(Effect):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop(_AtPlace):
-    """A gradient from before the step that is gone after it."""
+    """A gradient from before the step that is gone after it. Where the plan `frees` it, eager
+    PyTorch has one there.
+    """
 
     what = "gradients that are dropped"
     stage = 1
+    frees: bool = False
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         _set(self.reference, None, ending)
+        if isinstance(self.reference, GradientReference):
+            self.note()
+
+    def note(self) -> None:
+        """Notes, once it is gone, whether eager PyTorch has one."""
+        (note_freed if self.frees else note_reset)(self.reference.parameter.get())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +212,10 @@ class Rebind(Effect):
             given = ending.joined(given, self.joined)
         if self.history != "none":
             given = ending.with_history(given, self.history)
+        lacking = isinstance(reference, GradientReference) and lacks(reference.parameter.get())
         _set(reference, given, ending)
+        if lacking:  # it was added to what has been freed
+            note_freed(reference.parameter.get())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

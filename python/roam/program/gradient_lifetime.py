@@ -30,9 +30,12 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
             continue
         reference, slot = effect.reference, effect.slot
         is_gradient = isinstance(reference, GradientReference)
-        if not is_gradient or reference.path not in used_up or reference.path in carried:
+        frees = is_gradient and reference.path in used_up and reference.path not in carried
+        if not frees:
             effects.append(effect)
-        if is_gradient and reference.path not in referenced and reference.path not in carried:
+        if frees:
+            effects.append(Drop(reference, frees=True))
+        elif is_gradient and reference.path not in referenced and reference.path not in carried:
             effects.append(Drop(reference))
         elif isinstance(reference, (ArgumentReference, AttributeReference, EntryReference)):
             continue  # guarded with the arguments, or it may hold anything before
@@ -41,6 +44,41 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
         elif reference.path not in referenced and program.slots[slot] is not None:
             program.absent.append(reference)
     program.effects = effects
+
+
+def used_gradients(program: Program) -> list[GradientReference]:
+    """The gradients from before the step that it uses for more than to add to gradients."""
+    gradients = [
+        (reference, program.storage_of(slot))
+        for reference, slot in program.referenced
+        if isinstance(reference, GradientReference)
+    ]
+    if not gradients:
+        return []
+    place_of = functools.partial(_place, program)
+    reached = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
+    """Per storage, the gradients that its value comes from."""
+    left = {
+        place_of(slot)
+        for reference, slot in rebound(program)
+        if isinstance(reference, GradientReference)
+    }
+    sums = left | set(reached)
+    used = 0
+    for call in program.calls:
+        sources = (reached.get(place_of(slot), 0) for slot in call.refs())
+        mask = functools.reduce(operator.or_, sources, 0)
+        if not mask:
+            continue
+        changed = {place_of(slot) for slot in (*call.mutates, *call.outputs) if slot is not None}
+        if not changed or not changed <= sums:
+            used |= mask
+        for place in changed:
+            reached[place] = reached.get(place, 0) | mask
+    for slot in program.outgoing():
+        if place_of(slot) not in left:
+            used |= reached.get(place_of(slot), 0)
+    return [reference for number, (reference, _) in enumerate(gradients) if used >> number & 1]
 
 
 def _used_up(program: Program) -> set[str]:

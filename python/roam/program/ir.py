@@ -397,6 +397,9 @@ class Program:
     """References that must hold nothing before the step, since this program makes what they hold.
     Another variant of the step is for calls that find something there.
     """
+    lacking: set[str] = field(default_factory=set)
+    """Paths of gradients to which the program only adds, so that it does not matter whether an
+    earlier plan has freed them."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(reference, value): what an optimizer's state must hold before the step, apart from
     tensors.

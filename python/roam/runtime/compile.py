@@ -7,6 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -44,6 +45,7 @@ from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
+from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
@@ -338,6 +340,12 @@ class Step:
         """Runs the user's function itself. If the step is to be captured once its answers to
         branches have been seen, the run is watched.
         """
+        with nullcontext() if is_tracing() else freed_stood_for():
+            return self._watched(args, kwargs, known)
+
+    def _watched(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...]
+    ) -> Any:
         is_captured_once = self._on_change != "replan" and len(self._captures) > 0
         if is_disabled() or is_tracing() or is_captured_once:
             return self._train_step(*args, **kwargs)
@@ -393,7 +401,8 @@ class Step:
                     level = logging.INFO if str(declined) in self._declined else logging.WARNING
                     self._declined.add(str(declined))
                     logger.log(level, "%s; your own function runs in the plan's place", declined)
-                    return self._train_step(*args, **kwargs)
+                    with freed_stood_for():
+                        return self._train_step(*args, **kwargs)
                 logger.info("%s", declined)
                 known, likely = declined.answers, declined.likely
             other = self._runner(args, kwargs, known, likely)

@@ -32,6 +32,7 @@ from roam.program.effects import (
     held,
     rebound,
 )
+from roam.program.gradient_lifetime import used_gradients
 from roam.program.ir import Call, Joined, Program, TensorMeta
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
@@ -48,6 +49,7 @@ from roam.state.arguments import Taker
 from roam.state.changed_arguments import Left, added_by, changed_paths, check_changeable
 from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Difference, changed, same, show
+from roam.state.freed_gradients import lacks, note_freed
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -147,22 +149,28 @@ class Runner:
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {reference.path for reference in self._references}
-        dropped = [effect.reference for effect in program.of(Drop)]
-        self._consumed = [
-            reference
-            for reference in dropped
-            if reference.path in used or isinstance(reference, ArgumentReference)
-        ]
-        self._ignored = [reference for reference in dropped if reference not in self._consumed]
+        self._consumed: list[Any] = []
+        self._ignored: list[Drop] = []
+        for drop in program.of(Drop):
+            if drop.reference.path in used or isinstance(drop.reference, ArgumentReference):
+                self._consumed.append(drop.reference)
+            else:
+                self._ignored.append(drop)
         ignored = set(map(id, self._ignored))
         self._effects = sorted(
             (
                 (place, effect)
                 for place, effect in enumerate(program.effects)
-                if not (isinstance(effect, Drop) and id(effect.reference) in ignored)
+                if id(effect) not in ignored
             ),
             key=lambda pair: pair[1].stage,
         )
+        self._unlike_freed = [
+            reference
+            for reference in (*program.absent, *used_gradients(program))
+            if isinstance(reference, GradientReference) and reference.path not in program.lacking
+        ]
+        """Gradients that have to be eager PyTorch's, which an earlier plan may have freed."""
         self._skips = [
             (place, id(effect.optimizer))
             for place, effect in enumerate(program.effects)
@@ -176,6 +184,11 @@ class Runner:
             for reference in history
         }
         self._has_checks = any(call.is_check for call in program.calls)
+        self._may_be_left = self._has_checks or any(
+            call.source.is_tried and program.may_raise(call) for call in program.calls
+        )
+        """Whether the user's own function may take over a run and go on, with the gradients from
+        before it."""
         self._answers = program.answers
         expected = [
             (reference, _kind(program.slots[slot], program.given_layouts.get(reference.path)))
@@ -208,6 +221,9 @@ class Runner:
         for reference in self._program.absent:
             if reference.get() is not MISSING:
                 return f"{reference.path} exists already"
+        for reference in self._unlike_freed:
+            if lacks(reference.parameter.get()):
+                return f"an earlier plan has freed {reference.path}"
         if (failure := self.state_guard.failure()) is not None:
             return failure
         for group in self._groups:
@@ -291,8 +307,8 @@ class Runner:
             sources = {path: held(reference, leaves) for path, reference in self._sources.items()}
         inputs += [tensor for tensor, _ in program.constants]
         kept = (
-            [(reference, reference.get()) for reference in self._ignored]
-            if self._has_checks
+            [(drop.reference, drop.reference.get()) for drop in self._ignored]
+            if self._may_be_left
             else []
         )
         for module in program.reduced:
@@ -330,6 +346,8 @@ class Runner:
                     if failure is error:
                         raise
                     raise failure from error
+                for drop in self._ignored:
+                    drop.note()
                 histories, joins = Histories(sources), self._joins(leaves)
                 for place, layout in program.result.joined.items():
                     result[place] = joins(result[place], layout)
@@ -467,7 +485,7 @@ class Runner:
         """The result of an eager run of the same step; `memory` then tells what it took."""
         # The plan does not contain gradients that the last step left, and eager PyTorch keeps them
         # until the step drops them.
-        left = [reference.get() for reference in self._ignored]
+        left = [drop.reference.get() for drop in self._ignored]
         left_bytes = sum(
             local_of(gradient).untyped_storage().nbytes()
             for gradient in left
@@ -492,8 +510,11 @@ class Runner:
 
     def _make_room(self) -> None:
         """Frees what only eager PyTorch keeps from one step to the next."""
-        for reference in self._ignored:
-            reference.parameter.get().grad = None
+        for drop in self._ignored:
+            parameter = drop.reference.parameter.get()
+            if parameter.grad is not None:
+                parameter.grad = None
+                note_freed(parameter)  # unless the run is done
         self._give_buckets_back()
 
     def _give_buckets_back(self) -> None:

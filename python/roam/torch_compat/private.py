@@ -154,6 +154,13 @@ def subclass_of(kind: type, tensor: torch.Tensor, device: torch.device) -> Any:
     )
 
 
+def without_data(kind: type, like: torch.Tensor, dtype: torch.dtype) -> Any:
+    """A tensor subclass's object that has no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
+
+
 # -- fake tensors
 
 
@@ -1663,4 +1670,5 @@ __all__ = [
     "was_step_called",
     "whole_parameters",
     "with_numbers",
+    "without_data",
 ]

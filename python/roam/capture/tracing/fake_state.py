@@ -38,6 +38,7 @@ from roam.state.cached_results import Results, tensors_in
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
+from roam.state.freed_gradients import lacks
 from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
 from roam.state.reach import Reach
 from roam.state.references import (
@@ -106,6 +107,7 @@ class FakeState:
         layouts: dict[Any, Any] | None = None,
         copies_lists: bool = False,
         integers: Collection[int] = (),
+        lacking: Collection[str] = (),
     ) -> None:
         """The fake state of a call.
 
@@ -126,8 +128,10 @@ class FakeState:
                 `roam.capture.distributed.dtensors.stand_ins`.
             copies_lists: whether copies, instead of stand-ins, take the place of lists that grow.
             integers: places of the integers among the flattened arguments that may be live.
+            lacking: paths of the gradients that are not there if an earlier plan has freed them;
+                all others are.
         """
-        self.reach = reach
+        self.reach, self.lacking = reach, lacking
         self.integers = integers
         self.stand_ins = StandIns({}) if stand_ins is None else stand_ins
         self.growing = GrowingLists(reach.growing, are_plain=copies_lists)
@@ -271,10 +275,19 @@ class FakeState:
         """
         self.identities.enter()
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
+        without = [
+            tensor
+            for reference in self.places
+            if not reference.tied
+            and lacks(tensor := reference.get())
+            and f"{reference.path}.grad" not in self.lacking
+        ]
         # All places are read before any is written.
         references: list[StateReference] = [*self.places, *scaler_references(self.reach)]
         for reference, tensor in [(reference, reference.get()) for reference in references]:
             reference.set(self._fake(tensor))
+        for parameter in without:
+            self._add_gradient(parameter)
         for _, module in self.reach.modules:
             if isinstance(module, torch.nn.RNNBase):
                 self._renew_weights(module)
@@ -475,6 +488,21 @@ class FakeState:
         if gradient is not None:
             found.grad = self._fake(gradient)
         return found
+
+    def _add_gradient(self, parameter: Any) -> None:
+        """Gives the fake of a parameter a gradient, as eager PyTorch has, where there is none."""
+        fake = self._fake(parameter)
+        if fake.grad is not None:
+            return
+        local = local_of(fake)
+        with self.mode:
+            gradient = torch.empty_strided(
+                local.shape,
+                local.stride(),
+                dtype=fake.grad_dtype or fake.dtype,
+                device=local.device,
+            )
+        fake.grad = joined(gradient, layout_of(fake)) if is_dtensor(fake) else gradient
 
     def _path_of(self, tensor: torch.Tensor) -> str:
         """Where the step reaches a tensor, or the tensor whose gradient it is."""

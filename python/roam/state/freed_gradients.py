@@ -1,0 +1,114 @@
+"""Gradients that plans have freed, where eager PyTorch would still have them.
+
+A plan frees a gradient from which it has updated the parameter, if its own next run does not read
+it. Another step may: one that resets gradients only now and then, or that updates parameters for
+which it has no new gradient. Such a step is traced as if the gradients were there, and refused if
+it uses them. Where the user's own function runs in a plan's place, stand-ins take their places.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.torch_compat.private import without_data
+
+REMEDY: Final = (
+    "pass keep_grads=True to roam.compile, for every step that updates the parameter, or let each "
+    "step reset its gradient before it is used"
+)
+
+
+class _Freed(NamedTuple):
+    parameter: weakref.ref[torch.Tensor]
+    gradient: weakref.ref[torch.Tensor] | None
+    """What has been left there since, without what was freed; None if nothing has."""
+
+
+_freed: Final[dict[int, _Freed]] = {}
+"""By the parameters' identities."""
+
+
+def _forget(key: int, parameter: weakref.ref[torch.Tensor]) -> None:
+    if key in _freed and _freed[key].parameter is parameter:
+        del _freed[key]
+
+
+def note_freed(parameter: torch.Tensor) -> None:
+    """Notes that a plan has freed a parameter's gradient, or left one without what was freed."""
+    gradient = parameter.grad
+    known = _freed.get(id(parameter))
+    if known is None or gradient is not None or known.gradient is not None:
+        _freed[id(parameter)] = _Freed(
+            weakref.ref(parameter, partial(_forget, id(parameter))),
+            None if gradient is None else weakref.ref(gradient),
+        )
+
+
+def note_reset(parameter: torch.Tensor) -> None:
+    """Notes that eager PyTorch has no more of a parameter's gradient than there is."""
+    _freed.pop(id(parameter), None)
+
+
+def lacks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's gradient is not what eager PyTorch has, since a plan has freed it."""
+    known = _freed.get(id(parameter))
+    if known is None:
+        return False
+    gradient = parameter.grad
+    if known.gradient is None or gradient is None:
+        return known.gradient is gradient
+    return known.gradient() is gradient
+
+
+class _StandIn(torch.Tensor):
+    """Stands for a freed gradient. It may be reset, replaced and added to; every other use is
+    refused.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> _StandIn:
+        return without_data(cls, parameter, parameter.grad_dtype or parameter.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor or (
+            func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls)
+        ):
+            return args[0] if isinstance(args[0], cls) else args[1]
+        raise ExecutionError(
+            f"{func} uses a gradient that a plan has freed, and eager PyTorch still has; {REMEDY}. "
+            "What this call has changed so far stays changed",
+            code="freed_gradient",
+            operator=str(func),
+        )
+
+
+@contextmanager
+def freed_stood_for() -> Iterator[None]:
+    """In the block, where the user's own function runs, stand-ins are in place of freed
+    gradients.
+    """
+    placed: list[torch.Tensor] = []
+    for known in list(_freed.values()):
+        parameter = known.parameter()
+        if parameter is not None and known.gradient is None and lacks(parameter):
+            parameter.grad = _StandIn(parameter)
+            placed.append(parameter)
+    try:
+        yield
+    finally:
+        for parameter in placed:
+            if isinstance(parameter.grad, _StandIn):
+                parameter.grad = None
+            else:
+                note_reset(parameter)
+
+
+__all__ = ["REMEDY", "freed_stood_for", "lacks", "note_freed", "note_reset"]
