@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import aot_function, aot_module, nop
+from functorch.compile import aot_function, aot_module, memory_efficient_fusion, nop
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._higher_order_ops import scan
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import roam
@@ -75,6 +77,15 @@ TRACED: dict[str, Loss] = {
         )[1](w.detach())
     ).sum(),
     "export": lambda w, x: torch.export.export(Scaled(w), (x,)).module()(w * x).sum(),
+    "draft_export": lambda w, x: torch.export.draft_export(Scaled(w), (x,)).module()(w * x).sum(),
+    "Dynamo's export": lambda w, x: torch._dynamo.export(wave)(x)[0](w * x).sum(),
+    "aot_function": lambda w, x: aot_function(wave, nop)(w * x).sum(),
+    "aot_function of the batch": lambda w, x: (w * aot_function(wave, nop)(x)).sum(),
+    "aot_module": lambda w, x: aot_module(Scaled(w), nop)(w * x).sum(),
+    "aot_export_joint_simple": lambda w, x: (
+        w.sum() * aot_export_joint_simple(lambda z: [wave(z)], [x], trace_joint=False)(x)[0].sum()
+    ),
+    "memory_efficient_fusion": lambda w, x: memory_efficient_fusion(wave)(w * x).sum(),
     "jit.trace": lambda w, x: torch.jit.trace(wave, (x,), check_trace=False)(w * x).sum(),
     "jit.trace_module": lambda w, x: torch.jit.trace_module(Scaled(w), {"forward": (x,)})(
         w * x
@@ -88,8 +99,10 @@ OTHERWISE: dict[str, tuple[str, Loss]] = {
         "inner_tracer",
         lambda w, x: torch.export.export(Scaled(w), (x,), strict=True).module()(w * x).sum(),
     ),
-    "aot_function": ("unknown_tensor", lambda w, x: aot_function(wave, nop)(w * x).sum()),
-    "aot_module": ("step_raised", lambda w, x: aot_module(Scaled(w), nop)(w * x).sum()),
+    "scan": (
+        "refused_operator",
+        lambda w, x: scan(lambda sums, z: (sums + z, sums * z), x.sum(), w * x)[1].sum(),
+    ),
     "jit.script": ("script_function", lambda w, x: torch.jit.script(wave)(w * x).sum()),
     "torch.compile": (
         "compiled_call",

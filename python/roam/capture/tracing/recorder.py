@@ -81,6 +81,11 @@ _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which "
     "capture cannot see; use torch.manual_seed, torch.set_rng_state or torch.random.fork_rng"
 )
+NOT_RECORDED = (
+    "it takes functions, and which operators they run cannot be recorded; use Python's own if and "
+    "loops, or torch.where"
+)
+"""Why operators of higher order are refused."""
 _TOLD_FIRST = 20_000
 _TOLD_ALOUD = 8 * _TOLD_FIRST
 """From how many operators on a recording says how far it is, and says it as a warning."""
@@ -151,7 +156,7 @@ class Recorder(Values, TorchDispatchMode):
             args, kwargs = self._taken(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator):
             self.refuse(
-                "it takes functions, and which operators they run cannot be recorded; use Python's own if and loops, or torch.where",
+                NOT_RECORDED,
                 code="refused_operator", op=str(func), source=self.frames.here()[1],
             )  # fmt: skip
         if any(kind is not FakeTensor and _runs_itself(kind) for kind in types):

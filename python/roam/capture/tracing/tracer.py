@@ -33,6 +33,7 @@ from roam.capture.tracing.function_stand_ins import (
     tracing,
 )
 from roam.capture.tracing.imports import imports_leave
+from roam.capture.tracing.inner_tracers import refusal_of_tracer
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch
 from roam.capture.tracing.source_location import (
@@ -264,6 +265,10 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 f"computes, what a batch is; {OWN_BATCHES}",
                 code="iterator", source=user_line(error),
             ) from error  # fmt: skip
+        if error.code == "unknown_tensor" and (
+            refusal := refusal_of_tracer(error, user_line(error))
+        ):
+            raise refusal from error
         error.settles = error.settles or _is_about_to_raise(error)
         raise
     except ExecutionError:  # if another rank has left
@@ -284,6 +289,8 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
+        if (refusal := refusal_of_tracer(error, line)) is not None:
+            raise refusal from error
         settles = _is_raised_by_user(error)
         if not settles and _is_about_live_number(error):
             raise CaptureError(
