@@ -155,3 +155,71 @@ def samples(op: Any, dtype: torch.dtype, most: int) -> list[Any]:
         )
     ]
     return dense[:: max(1, -(-len(dense) // most))]
+
+
+def error_inputs(op: Any) -> list[Any]:
+    """Arguments that PyTorch's own tests expect an operator to refuse, as (args, kwargs)."""
+    if op.error_inputs_func is None:
+        return []
+    return [
+        ((error.sample_input.input, *error.sample_input.args), error.sample_input.kwargs)
+        for error in op.error_inputs("cpu")
+    ]
+
+
+def without_elements(arguments: Any) -> Iterator[Any]:
+    """The arguments with no elements in their tensors: in each alone, and in all, along the first
+    dimension and along the last."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    chosen = [*([place] for place in places), *([places] if len(places) > 1 else [])]
+    for some, dim in itertools.product(chosen, (0, -1)):
+        if all(leaves[place].dim() for place in some):
+            yield pytree.tree_unflatten(
+                [
+                    leaf.detach().narrow(dim, 0, 0).clone().requires_grad_(leaf.requires_grad)
+                    if place in some
+                    else leaf
+                    for place, leaf in enumerate(leaves)
+                ],
+                spec,
+            )
+
+
+def judged_at_first(function: Step, arguments: Any) -> str | None:
+    """What is wrong with a step by plan at its first call and its second, if eager PyTorch takes
+    the arguments or refuses them."""
+    trained = Trained(function, arguments)
+    results: list[Any] = []
+
+    def step(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return trained(tensors)
+
+    planned = roam.compile(trained)
+
+    def done(step: Step) -> tuple[Any, float]:
+        ended = outcome(trained, lambda tensors: results.append(step(tensors)), trained.given)
+        return (results.pop() if ended is None else ended), trained.weight.item()
+
+    expected, weight = done(step)
+    for _ in range(2):
+        found, left = done(planned)
+        if isinstance(found, roam.RoamError) and (not isinstance(expected, Exception) or left == 1):
+            return None  # refused
+        if isinstance(expected, Exception):
+            if not isinstance(found, type(expected)) or left != 1:
+                return f"{found!r}, which leaves {left}, for {expected!r}"
+        elif isinstance(found, Exception):
+            return f"{found!r} for {expected!r}"
+        elif not same_bits(expected, found) or (left != weight and weight == weight):
+            return f"{found!r}, which leaves {left}, for {expected!r}, which leaves {weight}"
+    return None
+
+
+def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether tensors are equal in kind, shape and bits."""
+    return len(one) == len(other) and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape)
+        and a.contiguous().view(-1).numpy().tobytes() == b.contiguous().view(-1).numpy().tobytes()
+        for a, b in zip(one, other, strict=True)
+    )

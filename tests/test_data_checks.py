@@ -13,7 +13,7 @@ import torch
 from torch import distributions
 
 import roam
-from bad_values import judged, samples
+from bad_values import error_inputs, judged, judged_at_first, samples, without_elements
 from operators import op_db
 from training import assert_same_bits, tensors_and_numbers
 
@@ -310,12 +310,47 @@ def test_no_operator_goes_on_whose_result_nobody_reads(name: str, one_thread: No
     op = OPERATORS[name]
     wrong = [
         f"{dtype}: {fault}"
-        for dtype in (torch.float32, torch.int64)
+        for dtype in (torch.float32, torch.complex64, torch.int64, torch.bool)
         if dtype in op.dtypes
         for arguments in samples(op, dtype, 1 if name in TYPICALLY_DROPPED else MOST_SAMPLES)
         for fault in judged(op.op, arguments, drops=True)
     ]
     assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in TYPICALLY_DROPPED else pytest.param(name, marks=pytest.mark.long)
+        for name, op in OPERATORS.items()
+        if op.error_inputs_func is not None
+    ],
+)
+def test_what_an_operator_refuses_is_refused(name: str, one_thread: None) -> None:
+    op = OPERATORS[name]
+    assert not list(
+        filter(None, (judged_at_first(op.op, arguments) for arguments in error_inputs(op)))
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in TYPICALLY_DROPPED else pytest.param(name, marks=pytest.mark.long)
+        for name in OPERATORS
+    ],
+)
+def test_no_operator_differs_on_tensors_without_elements(name: str, one_thread: None) -> None:
+    op = OPERATORS[name]
+    dtype = next(dtype for dtype in (torch.float32, torch.int64, *op.dtypes) if dtype in op.dtypes)
+    wrong = [
+        judged_at_first(op.op, empty)
+        for arguments in samples(op, dtype, 1)
+        for empty in without_elements(arguments)
+    ]
+    assert not list(filter(None, wrong))
 
 
 def test_a_kernel_that_raises_comes_before_changes_that_do_not_need_it() -> None:
