@@ -62,9 +62,9 @@ def lacks(parameter: torch.Tensor) -> bool:
     if known is None:
         return False
     gradient = parameter.grad
-    if known.gradient is None or gradient is None:
-        return known.gradient is gradient
-    return known.gradient() is gradient
+    if known.gradient is None:
+        return gradient is None
+    return gradient is not None and known.gradient() is gradient
 
 
 class _StandIn(torch.Tensor):
@@ -73,11 +73,13 @@ class _StandIn(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> _StandIn:
+    def __new__(cls, parameter: torch.Tensor) -> Any:
         return without_data(cls, parameter, parameter.grad_dtype or parameter.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add.Tensor or (
             func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls)
         ):
