@@ -219,7 +219,11 @@ def judged_at_first(function: Step, arguments: Any) -> str | None:
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether tensors are equal in kind, shape and bits."""
     return len(one) == len(other) and all(
-        (a.dtype, a.shape) == (b.dtype, b.shape)
-        and a.contiguous().view(-1).numpy().tobytes() == b.contiguous().view(-1).numpy().tobytes()
+        (a.dtype, a.shape) == (b.dtype, b.shape) and _bytes_of(a) == _bytes_of(b)
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.view(-1).view(torch.uint8).tolist())

@@ -334,12 +334,21 @@ def test_what_an_operator_refuses_is_refused(name: str, one_thread: None) -> Non
     )
 
 
+CRASHING = {
+    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("nn.functional.embedding_bag", "nn.functional.pdist"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+}
+"""Operators by which eager PyTorch ends the process, where a tensor has no elements."""
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     [
         name if name in TYPICALLY_DROPPED else pytest.param(name, marks=pytest.mark.long)
-        for name in OPERATORS
+        for name, op in OPERATORS.items()
+        if op.name not in CRASHING and op.dtypes
     ],
 )
 def test_no_operator_differs_on_tensors_without_elements(name: str, one_thread: None) -> None:

@@ -477,3 +477,15 @@ def test_the_dropout_of_compiled_graphs_takes_what_is_planned(pool: bool) -> Non
     assert [step(*call).item() for _ in range(2)] == eager  # trying it has drawn nothing
     step.measured(*call)
     assert step.memory().measured_bytes <= step.memory().total_bytes
+
+
+def test_kernels_are_not_tried_with_indices_into_nothing() -> None:
+    """The derivative's kernel writes where they point, and would end the process."""
+    x = torch.rand(4, 0, requires_grad=True)
+
+    @roam.compile
+    def step(labels: torch.Tensor) -> None:
+        torch.nn.functional.nll_loss(x, labels).backward()
+
+    with pytest.raises(IndexError):
+        step(torch.zeros(4).long())
