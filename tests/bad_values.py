@@ -226,4 +226,9 @@ def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.view(-1).view(torch.uint8).tolist())
+    return bytes(
+        torch.empty(plain.numel(), dtype=plain.dtype)
+        .copy_(plain.view(-1))
+        .view(torch.uint8)
+        .tolist()
+    )

@@ -299,9 +299,8 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
     if not is_known and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
-    held = [meta for meta in metas if meta is not None]
-    if any(0 in meta.shape for meta in held) and any(meta.dtype is torch.int64 for meta in held):
-        return False  # zeros as indices are out of range there, and not all kernels look
+    if any(meta is not None and 0 in meta.shape for meta in metas):
+        return False  # some kernels end the process: those before them refuse such tensors
     # Live numbers have none. Attention may keep its seed, one number, on the CPU.
     return all(meta is None or meta.device == device or not meta.shape for meta in metas)
 
