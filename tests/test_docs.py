@@ -3,6 +3,7 @@ test_documents_run.py."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -26,24 +27,60 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing
 
 
-def test_the_architecture_table_names_what_exists() -> None:
-    rows = [
-        line.split("|")
-        for line in (ROOT / "docs/architecture.md").read_text().splitlines()
-        if line.count("|") == 5
-    ]
+PLACE = re.compile(r"`([\w/.-]+\.(?:pyi?|rs|json))(?::([\w.]+))?`")
+"""A file, and what it defines: `state/guards.py:Guards.failure`."""
+
+
+def _file(path: str) -> Path:
+    """A path without a root lies in the package, or in the planner."""
+    roots = ("python/roam", "rust/roam-core/src", "")
+    return next((ROOT / root / path for root in roots if (ROOT / root / path).exists()), Path(path))
+
+
+def _defines(path: str, name: str) -> bool:
+    text = _file(path).read_text()
+    if path.endswith(".rs"):
+        return re.search(rf"\b(?:fn|struct|enum|trait|type|const) {name}\b", text) is not None
+    body: list[ast.stmt] = ast.parse(text).body
+    for part in name.split("."):
+        found = [one for one in body if part in _names(one)]
+        if not found:
+            return False
+        body = getattr(found[-1], "body", [])
+    return True
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Assign):
+        return [ast.unparse(target) for target in statement.targets]
+    if isinstance(statement, ast.AnnAssign):
+        return [ast.unparse(statement.target)]
+    return [getattr(statement, "name", "")]
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/explanation/extending.md"])
+def test_places_in_the_code_exist(page: str) -> None:
+    found = PLACE.findall(re.sub(r"^\| `roam.*", "", (ROOT / page).read_text(), flags=re.MULTILINE))
+    assert sum(bool(name) for _, name in found) > 10
+    missing = [path for path, _ in found if not _file(path).exists()]
+    missing += [f"{path}:{name}" for path, name in found if name and not _defines(path, name)]
+    assert missing == []
+
+
+def test_each_room_begins_at_a_file_of_its_own() -> None:
+    rows = re.findall(
+        r"^\| (`roam[^|]*) \|[^|]*\| ([^|]*) \|$",
+        (ROOT / "docs/architecture.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) > 10
-    missing = []
-    for _, _, _, modules, tests, _ in rows[2:]:
-        for cell in (modules, tests):
-            folder = Path()
-            for name in re.findall(r"`([\w/.-]+(?:/|\.rs|\.pyi?))`", cell):
-                # A bare name stands beside the one before it.
-                path = Path(name) if "/" in name.rstrip("/") else folder / name
-                folder = path if name.endswith("/") else path.parent
-                if not (ROOT / path).exists():
-                    missing.append(str(path))
-    assert not missing
+    for rooms, files in rows:
+        folders = [
+            ROOT / "python" / room.replace(".", "/") for room in re.findall(r"`([\w.]+)`", rooms)
+        ]
+        for name in re.findall(r"`([\w/.]+\.pyi?)`", files):
+            folders_and_above = [*folders, *(folder.parent for folder in folders)]
+            assert any((folder / name).exists() for folder in folders_and_above), (rooms, name)
 
 
 @pytest.mark.parametrize("path", document.documents(), ids=lambda path: path.name)

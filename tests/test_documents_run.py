@@ -40,8 +40,9 @@ PINNED_TORCH = next(
 )
 
 
-OF_NEWER = ("before-renting.md", "parallelize.md")
-"""Pages that shard parameters by `fully_shard`, which is captured with PyTorch 2.15."""
+OF_NEWER = ("before-renting.md", "parallelize.md", "follow-one-step.md")
+"""Pages that shard parameters by `fully_shard`, which is captured with PyTorch 2.15, or print what
+a trace with it records."""
 
 
 @dataclass(frozen=True)

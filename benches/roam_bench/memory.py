@@ -449,23 +449,32 @@ def _without(*titles: str) -> list[Column]:
     return [column for column in _COLUMNS if column.title not in ("part", "reason", *titles)]
 
 
+def _of_nets(record: Record) -> list[Row]:
+    """Each net, with its rows by the percents of their budgets."""
+    nets: dict[str, dict[int, Row]] = {}
+    for row in record["rows"]:
+        nets.setdefault(row["net"], {})[row["percent"]] = row
+    return [{"net": net, "found": found} for net, found in nets.items()]
+
+
+def _budgets(text: Callable[[Row], str]) -> Iterator[Column]:
+    """A column for each budget: `text` of the row where a plan was found, and elsewhere the
+    outcome.
+    """
+
+    def cell(percent: int, row: Row) -> str:
+        one = row["found"].get(percent)
+        if one is None:
+            return ""
+        return text(one) if one["outcome"] == "found" else str(one["outcome"])
+
+    for share in SHARES:
+        percent = round(100 * share)
+        yield Column(f"{percent} %", partial(cell, percent))
+
+
 def planned_table(record: Record) -> Table:
     """Extra time by plan of each large net, and the least that any plan within the budget has."""
-    rows: list[Row] = []
-    for net in dict.fromkeys(row["net"] for row in record["rows"]):
-        found = {row["percent"]: row for row in record["rows"] if row["net"] == net}
-        rows.append({"net": net, "found": found})
-
-    def cell(percent: int) -> Callable[[Row], str]:
-        def text(row: Row) -> str:
-            one = row["found"].get(percent)
-            if one is None:
-                return ""
-            if one["outcome"] != "found":
-                return str(one["outcome"])
-            return f"{one['extra_share']:+.1%} ({one['least_share']:.1%})"
-
-        return text
 
     def one_of(row: Row) -> Row:
         first: Row = next(iter(row["found"].values()))
@@ -478,13 +487,22 @@ def planned_table(record: Record) -> Table:
             "step-local",
             lambda row: format_bytes(one_of(row)["plain_bytes"] - one_of(row)["persistent_bytes"]),
         ),
-        *(Column(f"{round(100 * share)} %", cell(round(100 * share))) for share in SHARES),
+        *_budgets(lambda one: f"{one['extra_share']:+.1%} ({one['least_share']:.1%})"),
         Column(
             "longest planning, s",
             lambda row: f"{max(one['plan_s'] or 0 for one in row['found'].values()):.1f}",
         ),
     )
-    return Table("Plans of large steps: extra time (least extra time)", columns, rows)
+    return Table("Plans of large steps: extra time (least extra time)", columns, _of_nets(record))
+
+
+def trained_shares(record: Record) -> Table:
+    """Small nets that train within budgets: extra time by plan, and as measured."""
+    columns = (
+        Column("net", lambda row: row["net"], right=False),
+        *_budgets(lambda one: f"{one['extra_share']:+.1%}, {one['timed_share']:+.1%}"),
+    )
+    return Table("Small nets, trained: extra time by plan, measured", columns, _of_nets(record))
 
 
 def published_table(record: Record) -> Table:

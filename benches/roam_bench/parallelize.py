@@ -359,11 +359,6 @@ def trained_table(record: Record) -> Table:
     return parallelize_trained.rows_table(record)
 
 
-def programs_table(record: Record) -> Table:
-    """Problems beside integer programs."""
-    return parallelize_baselines.programs_table(record)
-
-
 def plot(record: Record, figure: Figure) -> None:
     """Seconds against depth: of the search, and of what reads the step once."""
     axes = figure.subplots()

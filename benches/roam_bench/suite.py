@@ -222,11 +222,6 @@ def extremes_table(record: Record) -> Table:
     return Table("Least and most", columns, rows)
 
 
-def rows_table(record: Record) -> Table:
-    """Every plan."""
-    return Table("Every step", _COLUMNS, record["rows"])
-
-
 def summary(record: Record) -> Iterator[Table | str]:
     """Means, where ordering saves nothing, and how near to the least the plans are."""
     yield means_table(record)

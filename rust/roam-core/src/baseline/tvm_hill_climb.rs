@@ -14,7 +14,7 @@
 
 use super::tvm;
 use crate::layout::blocks::Blocks;
-use crate::layout::heuristics::gaps::Gaps;
+use crate::layout::packers::gaps::Gaps;
 use crate::rng::Random;
 
 const ATTEMPTS: u64 = 500;

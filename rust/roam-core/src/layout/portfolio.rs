@@ -2,9 +2,9 @@
 
 use super::blocks::{Blocks, Layout};
 use super::exact::core_refinement;
-use super::heuristics::greedy::{self, Sequence};
-use super::heuristics::{best_fit, skyline, weighted};
 use super::incumbent::Incumbent;
+use super::packers::greedy::{self, Sequence};
+use super::packers::{best_fit, skyline, weighted};
 use super::published::concatenate;
 use super::search::escalate;
 use super::work::{SHARE, portfolio_work};

@@ -1,11 +1,10 @@
 //! Execution orders: simple heuristics, each a pure function of the problem; refinement of the
-//! best; exact search and integer programs at the peak.
+//! best; exact search at the peak. `programs`, by a solver of integer programs, seldom gains anything.
 
 mod chain;
 mod depth_first;
 mod exact;
 mod hill_valley;
-mod integer;
 mod list;
 mod method;
 mod peaks;

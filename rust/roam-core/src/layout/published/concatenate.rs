@@ -7,8 +7,8 @@
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
-use crate::layout::heuristics::gaps::Gaps;
-use crate::layout::heuristics::greedy::Sequence;
+use crate::layout::packers::gaps::Gaps;
+use crate::layout::packers::greedy::Sequence;
 use crate::layout::published::tree::{self, Subgraph, grow};
 use crate::layout::search::canonical::{Canonical, Outcome};
 use crate::layout::work::portfolio_work;

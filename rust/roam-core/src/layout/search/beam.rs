@@ -6,7 +6,7 @@
 //! again.
 
 use crate::control::{Stop, Watch};
-use crate::layout::heuristics::weighted::{Filling, Lines, Rule};
+use crate::layout::packers::weighted::{Filling, Lines, Rule};
 use crate::rng::Random;
 use rayon::prelude::*;
 

@@ -3,7 +3,7 @@
 
 use crate::control::{Stop, Watch};
 use crate::layout::blocks::{Block, Blocks, Layout};
-use crate::layout::heuristics::greedy::Sequence;
+use crate::layout::packers::greedy::Sequence;
 use crate::layout::search::canonical::{Canonical, Outcome};
 use crate::layout::search::normal;
 use crate::liveness::Profile;

@@ -4,9 +4,9 @@
 
 use crate::control::{Stop, Watch};
 use crate::layout::blocks::Blocks;
-use crate::layout::heuristics::greedy::Sequence;
-use crate::layout::heuristics::weighted::{Lines, Rule};
 use crate::layout::incumbent::Incumbent;
+use crate::layout::packers::greedy::Sequence;
+use crate::layout::packers::weighted::{Lines, Rule};
 use crate::layout::search::beam::Beam;
 use crate::layout::search::canonical::{Canonical, Outcome};
 use crate::layout::search::joined;

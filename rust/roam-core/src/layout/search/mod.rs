@@ -1,6 +1,6 @@
-//! Searches for layouts smaller than those of the heuristics.
+//! Searches for layouts smaller than those of the packers: beam search, valley descents, branch and
+//! bound.
 
-pub(crate) mod anneal;
 pub(crate) mod beam;
 pub(crate) mod canonical;
 pub(crate) mod decide;

@@ -1,13 +1,13 @@
 //! Integer programs for the stretch of an order that holds its peak, where the search in
-//! [`super::peaks`] gave up.
+//! [`crate::order::peaks`] gave up.
 
 use super::integer::OrderProgram;
-use super::peaks::Open;
-use super::refine::Ordered;
-use super::window::Window;
 use crate::bound::Bounds;
 use crate::control::{Stop, Watch};
 use crate::exact::{ExactTier, MOST_ENTRIES};
+use crate::order::peaks::Open;
+use crate::order::refine::Ordered;
+use crate::order::window::Window;
 use crate::plan::BoundRoute;
 use crate::problem::Problem;
 use crate::tolerance::is_within;

@@ -2,13 +2,14 @@
 
 use crate::control::{Control, Stop, Watch};
 use crate::exact::ExactTier;
-use crate::layout::bare::check::PackError;
 use crate::layout::blocks::{Block, Blocks};
 use crate::layout::exact::core_refinement;
-use crate::layout::heuristics::weighted;
 use crate::layout::incumbent::Incumbent;
+use crate::layout::packers::weighted;
 use crate::layout::portfolio::{Method, portfolio};
-use crate::layout::search::{anneal, escalate};
+use crate::layout::puzzles::anneal;
+use crate::layout::puzzles::check::PackError;
+use crate::layout::search::escalate;
 use crate::layout::work::portfolio_work;
 use crate::packing::{Buffer, Packing, Request};
 use crate::plan::Exact;

@@ -2,7 +2,7 @@
 
 use crate::control::{Stop, Watch};
 use crate::layout::blocks::{Block, Blocks};
-use crate::layout::heuristics::gaps::Gaps;
+use crate::layout::packers::gaps::Gaps;
 use std::cmp::Reverse;
 
 /// Which blocks go first.

@@ -14,7 +14,7 @@
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
-use crate::layout::heuristics::shelf::{Sequence, Shelf};
+use crate::layout::packers::shelf::{Sequence, Shelf};
 use crate::rng::Random;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

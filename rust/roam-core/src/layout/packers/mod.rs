@@ -1,4 +1,4 @@
-//! Packers that place every block once.
+//! Packers that place every block once. Most plans get their layout here.
 
 pub(crate) mod best_fit;
 pub(crate) mod gaps;

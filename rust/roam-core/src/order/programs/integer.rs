@@ -7,8 +7,8 @@
 //! while its creator is done and not all of its users were before.
 //! docs/explanation/integer-programs.md has the rows.
 
-use super::window::{Set, Window};
 use crate::mip::{Column, Program, Sense, common_divisor};
+use crate::order::window::{Set, Window};
 use crate::problem::{Index, Ten};
 use std::collections::BTreeMap;
 
