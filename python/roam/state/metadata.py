@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.equality import changed, same, show
+from roam.state.equality import Misfit, changed, same, show
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
@@ -136,7 +136,7 @@ _NAMES: Final = (
 )  # fmt: skip
 
 
-def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
+def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> Misfit:
     """The first difference, for people to read."""
     what, old, new = next(
         item for item in zip(_NAMES, expected, actual, strict=True) if item[1] != item[2]
