@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -56,6 +57,7 @@ from roam.state.references import (
     ScalerReference,
 )
 from roam.state.state_guard import Kind, StateGuard
+from roam.state.state_lookup import getter
 from roam.state.step_call import StepCall
 from roam.torch_compat.private import (
     DisableTorchFunction,
@@ -66,6 +68,8 @@ from roam.torch_compat.private import (
     pytree,
     version_of,
 )
+
+_GRADIENT: Final = operator.attrgetter("grad")
 
 
 class PartialUpdate(Exception):
@@ -179,6 +183,10 @@ class Runner:
             if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
             and program.slots[slot] is not None
         ]
+        gradients = [one for one in program.absent if isinstance(one, GradientReference)]
+        others = [one for one in program.absent if not isinstance(one, GradientReference)]
+        self._absent = others, gradients
+        self._bare = [getter(one.parameter) for one in gradients]
         places = {id(reference): place for place, reference in enumerate(self._references)}
         self._guarded = [places[id(reference)] for reference, _ in expected]
         state = StateGuard(expected, program.state_keys)
@@ -219,10 +227,13 @@ class Runner:
 
     def _absent_failure(self) -> Misfit | None:
         # A first step's plan, which later calls ask too, fails here, before it looks at all state.
-        for reference in self._program.absent:
+        others, gradients = self._absent
+        for reference in others:
             if reference.get() is not MISSING:
                 return Misfit(f"{reference.path} exists already")
-        return None
+        found = map(_GRADIENT, [get() for get in self._bare])
+        place = next((place for place, one in enumerate(found) if one is not None), None)
+        return None if place is None else Misfit(f"{gradients[place].path} exists already")
 
     def _held_failure(self, call: StepCall) -> Misfit | None:
         """Whether optimizers' state, gradients and scales are of other kinds; looks up all inputs,

@@ -46,7 +46,7 @@ from roam.state.equality import (
     show,
 )
 from roam.state.global_state import AMBIENT
-from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
+from roam.state.metadata import Table, metadata_change, metadata_of, storages_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
@@ -219,7 +219,7 @@ class Guards:
             *[space.get(key) for _, space, key, _ in self._replaceable],
         ]
         self._table = Table(tensors)
-        self._storages = list(map(storage_of, tensors))
+        self._storages = storages_of(tensors)
         self._aliasing = pattern(self._storages)
         # Only tensors that share memory can be one and the same.
         counts = Counter(self._aliasing)
@@ -411,7 +411,7 @@ class Guards:
             failure = self._metadata_failure()
             if failure is not None:
                 return failure
-        storages = list(map(storage_of, (*self._fixed_tensors, *values)))
+        storages = storages_of([*self._fixed_tensors, *values])
         if storages != self._storages:
             if pattern(storages) != self._aliasing:
                 return Misfit("the tensors that the step reaches do not share memory as before")
@@ -781,7 +781,7 @@ class ArgGuard:
         and the same.
         """
         tensors = [leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
-        storages = list(map(storage_of, tensors))
+        storages = storages_of(tensors)
         owned = self._guards.storage_indices() if self._guards else {}
         owners = [owned.get(storage, -1) for storage in storages]
         same_tensors = pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []

@@ -154,6 +154,16 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+def storages_of(tensors: list[Any]) -> list[int]:
+    """`storage_of` of many."""
+    try:
+        if not has_dtensors(tensors):
+            return list(map(c_pointer, map(torch.Tensor.untyped_storage, tensors)))
+    except (NotImplementedError, RuntimeError):
+        pass  # one has no storage of its own
+    return list(map(storage_of, tensors))
+
+
 class LayoutCheck:
     """Decides the usual case, in which tensors are as those that passed a longer comparison last:
     see `layout_check`. Distributed tensors never pass.
