@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import roam
 from roam.program.ir import Call, Program, Source, TensorMeta
 from roam.runtime.inputs import Inputs
+from roam.state.arguments import Taker
 from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING
 from roam.state.references import (
@@ -22,6 +23,7 @@ from roam.state.references import (
     OptimizerReference,
     PlaceReference,
 )
+from roam.state.state_lookup import StateLookup
 from training import assert_same_bits
 
 KEPT, GIVEN = 4, 3
@@ -179,6 +181,33 @@ def test_optimizer_state_is_found_anew_and_may_be_missing() -> None:
     found = inputs.read([])[0]
     assert found[0] is MISSING
     assert all(one is other for one, other in zip(found, expected(), strict=True))
+
+
+def test_a_call_is_taken_apart_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = roam.compile(step)
+    for _ in range(3):
+        compiled(torch.ones(1, 2))
+    done: list[str] = []
+    for kind, name in [(Taker, "take"), (StateLookup, "of_parameters")]:
+        method = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, method: Any = method) -> Any:
+            done.append(method.__name__)
+            return method(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    compiled(torch.ones(1, 2))
+    assert sorted(done) == ["of_parameters", "take"]
 
 
 class Keeper:
