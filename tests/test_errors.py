@@ -72,7 +72,7 @@ def _texts(code: ast.expr | None) -> set[str]:
 def _python_codes() -> set[str]:
     found = set()
     for _, name, call in _calls():
-        if name in _RAISERS or "refuse" in name:
+        if name in _RAISERS or "refuse" in name or name == "Misfit":
             found |= {text for text in _texts(_code(name, call)) if isinstance(text, str)}
     return found
 

@@ -33,6 +33,7 @@ from roam.state.equality import same
 from roam.state.guards import ArgGuard, Guards
 from roam.state.namespaces import SlotsSpace
 from roam.state.snapshot import Snapshot
+from roam.state.step_call import StepCall
 
 ALPHA = 0.5
 LIMITS = {"low": [1, 2], "high": None}
@@ -848,14 +849,14 @@ def test_new_tensors_of_the_same_kind_fit() -> None:
     model, _, x = parts()
     guard = ArgGuard((model, {"x": x, "n": [1, (x.double(), None)]}), {"flag": True})
     args = (model, {"x": torch.zeros(3, 4), "n": [1, (torch.zeros(3, 4).double(), None)]})
-    assert guard.failure(args, {"flag": True}) is None
+    assert guard.failure(StepCall(args, {"flag": True})) is None
     assert "args[1]['n'][0] changed from 1 to 2" in str(
-        guard.failure((model, {"x": x, "n": [2, (x.double(), None)]}), {"flag": True})
+        guard.failure(StepCall((model, {"x": x, "n": [2, (x.double(), None)]}), {"flag": True}))
     )
-    assert "flag changed from True to False" in str(guard.failure(args, {"flag": False}))
-    assert "structure" in str(guard.failure(args, {}))
-    assert "structure" in str(guard.failure((model, {"x": x}), {"flag": True}))
-    assert "args[0]" in str(guard.failure((Net(), *args[1:]), {"flag": True}))
+    assert "flag changed from True to False" in str(guard.failure(StepCall(args, {"flag": False})))
+    assert "structure" in str(guard.failure(StepCall(args, {})))
+    assert "structure" in str(guard.failure(StepCall((model, {"x": x}), {"flag": True})))
+    assert "args[0]" in str(guard.failure(StepCall((Net(), *args[1:]), {"flag": True})))
 
 
 @pytest.mark.parametrize(
@@ -872,7 +873,7 @@ def test_new_tensors_of_the_same_kind_fit() -> None:
     ],
 )
 def test_tensors_of_another_kind_do_not_fit(other: Any, text: str) -> None:
-    reason = ArgGuard((torch.ones(3, 4),), {}).failure((other,), {})
+    reason = ArgGuard((torch.ones(3, 4),), {}).failure(StepCall((other,), {}))
     assert reason is not None
     assert "args[0]" in reason
     assert text in reason
@@ -881,10 +882,10 @@ def test_tensors_of_another_kind_do_not_fit(other: Any, text: str) -> None:
 def test_shared_memory_among_arguments_is_guarded() -> None:
     x, y = torch.ones(4), torch.ones(4)
     apart, together = ArgGuard((x, y), {}), ArgGuard((x, x), {})
-    assert apart.failure((y, x), {}) is None
-    assert together.failure((y, y), {}) is None
-    assert "share memory" in str(apart.failure((x, x), {}))
-    assert "share memory" in str(together.failure((x, y), {}))
+    assert apart.failure(StepCall((y, x), {})) is None
+    assert together.failure(StepCall((y, y), {})) is None
+    assert "share memory" in str(apart.failure(StepCall((x, x), {})))
+    assert "share memory" in str(together.failure(StepCall((x, y), {})))
 
 
 def test_shared_memory_with_the_models_state_is_guarded() -> None:
@@ -892,26 +893,26 @@ def test_shared_memory_with_the_models_state_is_guarded() -> None:
     guards = guards_of(plain_step, model, optimizer, x)
     mean, var = model.blocks[1].running_mean, model.blocks[1].running_var
     apart, aliased = ArgGuard((torch.ones(4),), {}, guards), ArgGuard((mean,), {}, guards)
-    assert apart.failure((torch.zeros(4),), {}) is None
-    assert "state" in str(apart.failure((mean,), {}))
-    assert aliased.failure((mean,), {}) is None
-    assert "the same tensors" in str(aliased.failure((mean.view(4),), {}))
-    assert "state" in str(aliased.failure((var,), {}))
+    assert apart.failure(StepCall((torch.zeros(4),), {})) is None
+    assert "state" in str(apart.failure(StepCall((mean,), {})))
+    assert aliased.failure(StepCall((mean,), {})) is None
+    assert "the same tensors" in str(aliased.failure(StepCall((mean.view(4),), {})))
+    assert "state" in str(aliased.failure(StepCall((var,), {})))
 
 
 def test_live_floats_among_the_arguments_may_change() -> None:
     guard = ArgGuard((torch.ones(1), 0.5), {"k": 0.5}, live=[1])
-    assert guard.failure((torch.ones(1), 0.7), {"k": 0.5}) is None
-    assert "args[1]" in str(guard.failure((torch.ones(1), 1), {"k": 0.5}))
-    assert "k changed" in str(guard.failure((torch.ones(1), 0.7), {"k": 0.6}))
+    assert guard.failure(StepCall((torch.ones(1), 0.7), {"k": 0.5})) is None
+    assert "args[1]" in str(guard.failure(StepCall((torch.ones(1), 1), {"k": 0.5})))
+    assert "k changed" in str(guard.failure(StepCall((torch.ones(1), 0.7), {"k": 0.6})))
 
 
 def test_arrays_among_the_arguments_count_by_content() -> None:
     array = np.arange(3.0)
     guard = ArgGuard((array,), {})
-    assert guard.failure((array.copy(),), {}) is None
+    assert guard.failure(StepCall((array.copy(),), {})) is None
     array[0] = 7
-    assert guard.failure((array,), {}) is not None
+    assert guard.failure(StepCall((array,), {})) is not None
 
 
 # -- snapshots

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import roam
 from roam.program.ir import Call, Program, Source, TensorMeta
 from roam.runtime.inputs import Inputs
+from roam.state.arguments import Taker
 from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING
 from roam.state.references import (
@@ -22,6 +23,7 @@ from roam.state.references import (
     OptimizerReference,
     PlaceReference,
 )
+from roam.state.state_lookup import StateLookup
 from training import assert_same_bits
 
 KEPT, GIVEN = 4, 3
@@ -66,7 +68,7 @@ def test_other_sharing_is_noticed(captured: list[int], calls: list[tuple[list[in
         now = arrangement if moves_all else [*now[:KEPT], *arrangement[KEPT:]]
         values = [storages[one][place : place + 4] for place, one in enumerate(now)]
         holder.update({f"t{place}": value for place, value in enumerate(values[:KEPT])})
-        found = inputs.read(values[KEPT:])
+        found, _ = inputs.read(values[KEPT:])
         assert all(one is other for one, other in zip(found, values, strict=True))
         for _ in range(2):  # the second time with fewer looks
             assert inputs.share_as_captured(found) == (pattern(now) == pattern(captured))
@@ -172,13 +174,40 @@ def test_optimizer_state_is_found_anew_and_may_be_missing() -> None:
     def expected() -> list[Any]:
         return [reference.get() for reference, _ in made.referenced]
 
-    assert all(one is other for one, other in zip(inputs.read([]), expected(), strict=True))
+    assert all(one is other for one, other in zip(inputs.read([])[0], expected(), strict=True))
     optimizer.load_state_dict(optimizer.state_dict())
-    assert all(one is other for one, other in zip(inputs.read([]), expected(), strict=True))
+    assert all(one is other for one, other in zip(inputs.read([])[0], expected(), strict=True))
     del optimizer.state[net.bias]
-    found = inputs.read([])
+    found = inputs.read([])[0]
     assert found[0] is MISSING
     assert all(one is other for one, other in zip(found, expected(), strict=True))
+
+
+def test_a_call_is_taken_apart_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = roam.compile(step)
+    for _ in range(3):
+        compiled(torch.ones(1, 2))
+    done: list[str] = []
+    for kind, name in [(Taker, "take"), (StateLookup, "of_parameters")]:
+        method = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, method: Any = method) -> Any:
+            done.append(method.__name__)
+            return method(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    compiled(torch.ones(1, 2))
+    assert sorted(done) == ["of_parameters", "take"]
 
 
 class Keeper:

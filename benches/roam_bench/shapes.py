@@ -140,6 +140,7 @@ def main() -> None:
     import torch
 
     import roam
+    from roam.state.step_call import StepCall
 
     layers, lengths, steps = map(int, sys.argv[1:])
     function, tokens = _made(layers)
@@ -153,10 +154,10 @@ def main() -> None:
         return time.process_time() - start, result
 
     def finding(length: int) -> float:
-        return median(
-            taken(lambda: step._captures.find((batches[length],), {}, step._known.taker))[0]
-            for _ in range(_ASKED)
-        )
+        def find() -> Any:
+            return step._captures.find(StepCall((batches[length],), {}), step._known.taker)
+
+        return median(taken(find)[0] for _ in range(_ASKED))
 
     torch.manual_seed(1)
     captured: list[tuple[float, Timings | None]] = []

@@ -56,7 +56,7 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
-from roam.state.equality import MISSING
+from roam.state.equality import MISSING, Misfit
 from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
@@ -69,6 +69,7 @@ from roam.state.references import (
     number_references,
 )
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
+from roam.state.step_call import StepCall
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -146,27 +147,19 @@ class CapturedStep:
     be set."""
     compiled: UsedCode
 
-    def failure(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        asked: dict[Guards, str | None] | None = None,
-    ) -> str | None:
+    def failure(self, call: StepCall) -> Misfit | None:
         """None if a call finds everything as capture did, else what changed; what the step sets
         itself need not be set yet.
-
-        `asked` has the answers of guards that have been asked for this call already, and gets those
-        of others.
         """
         pending = [setting for setting in self.settings if setting.is_pending()]
-        if asked is None or pending or self.guards not in asked:
+        if pending:
             with applied(pending):
                 failure = self.guards.failure()
-            if asked is not None and not pending:
-                asked[self.guards] = failure
         else:
-            failure = asked[self.guards]
-        return failure or self.arguments.failure(args, kwargs) or self.compiled.failure()
+            if self.guards not in call.asked:
+                call.asked[self.guards] = self.guards.failure()
+            failure = call.asked[self.guards]
+        return failure or self.arguments.failure(call) or self.compiled.failure()
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ import torch
 from roam.distributed.agreement import LOOK_S, look
 from roam.distributed.waiting import Waiting
 from roam.interrupts import interrupts_allowed
+from roam.state.equality import Misfit
 from roam.torch_compat.private import (
     all_gather_single,
     c_pointer,
@@ -86,16 +87,16 @@ class Group:
         config = torch.distributed.get_backend_config(resolve_group(self.name))
         return {part.rpartition(":")[2] for part in config.split(",")} == {"gloo"}
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while the name stands for the same group, else what has changed."""
         if not torch.distributed.is_initialized():
-            return "torch.distributed is not initialized any more"
+            return Misfit("torch.distributed is not initialized any more")
         try:
             group = resolve_group(self.name)
         except (RuntimeError, KeyError, ValueError):
-            return f"the process group {self.name!r} is gone"
+            return Misfit(f"the process group {self.name!r} is gone")
         if Group.of(group) != self:
-            return f"the process group {self.name!r} has other ranks"
+            return Misfit(f"the process group {self.name!r} has other ranks")
         return None
 
 

@@ -12,15 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roam.capture.step import CapturedStep
 from roam.state.arguments import Taker
-from roam.state.equality import Difference
-from roam.state.guards import Guards, argument_key
-from roam.state.value_stand_ins import kinds
+from roam.state.equality import Misfit
+from roam.state.step_call import StepCall
 
 
 class _Runs(Protocol):
-    def state_failure(self) -> str | None: ...
-    def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
-    def branch_failure(self, known: tuple[bool, ...]) -> str | None: ...
+    def failure(self, call: StepCall, known: tuple[bool, ...] = ()) -> Misfit | None: ...
 
 
 _FEW = 4
@@ -45,8 +42,8 @@ class Captured(Generic[R]):
     runners: list[R]
     """Of its variants: the first step, if there is one, and the steady one."""
     key: tuple[Hashable, ...]
-    """`argument_key` of the call that it was captured from."""
-    reason: str
+    """`StepCall.key` of the call that it was captured from."""
+    reason: Misfit
     """Why it was captured."""
     seconds: float
     """What capture and planning took."""
@@ -85,33 +82,23 @@ class Captures(Sequence[Captured[R]]):
         return reversed(self._captures)
 
     def find(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        taker: Taker,
-        known: tuple[bool, ...] = (),
-    ) -> tuple[Captured[R], R] | str:
-        """The capture that fits a call, or the reason why the most similar capture does not fit.
-        `known` are the call's first answers to branches.
+        self, call: StepCall, taker: Taker, known: tuple[bool, ...] = ()
+    ) -> tuple[Captured[R], R] | Misfit:
+        """The capture that fits a call, or why the most similar capture does not fit. `known` are
+        the call's first answers to branches.
         """
-        asked: dict[Guards, str | None] = {}
-        reason = None
-        alike = self._by_key.get(call_key(args, kwargs, taker), ())
-        for captured in alike:
-            failure = captured.step.failure(args, kwargs, asked)
-            for runner in () if failure else captured.runners:
-                failure = (
-                    runner.branch_failure(known)
-                    or runner.state_failure()
-                    or runner.answer_failure(args, kwargs)
-                )
-                if failure is None:
+        first = None
+        for captured in self._by_key.get(call.key(taker), ()):
+            misfit = captured.step.failure(call)
+            for runner in () if misfit else captured.runners:
+                misfit = runner.failure(call, known)
+                if misfit is None:
                     self._use(captured)
                     return captured, runner
-            reason = reason or failure
-        if reason is None and self._captures:
-            reason = next(iter(self)).step.failure(args, kwargs, asked)
-        return reason or "it is the first call"
+            first = first or misfit
+        if first is None and self._captures:
+            first = next(iter(self)).step.failure(call)
+        return first or Misfit("it is the first call")
 
     def add(self, captured: Captured[R]) -> Captured[R] | None:
         """Keeps one more. Returns the capture that was dropped for it; None if none was."""
@@ -124,7 +111,7 @@ class Captures(Sequence[Captured[R]]):
             self.dropped += 1
             self._once.pop(dropped, None)
         self._captures[captured] = None
-        place = _place_of(captured.reason)
+        place = captured.reason.place
         self._once[captured] = place
         self._made_once[place] += 1
         self._by_key.setdefault(captured.key, []).insert(0, captured)
@@ -134,13 +121,13 @@ class Captures(Sequence[Captured[R]]):
         """Whether, with this capture, so many have been made because of one thing, none of which a
         later call has used, that a warning is due.
         """
-        return self._made_once[_place_of(captured.reason)] >= MANY and self.is_news(captured)
+        return self._made_once[captured.reason.place] >= MANY and self.is_news(captured)
 
     def is_news(self, captured: Captured[R]) -> bool:
         """Whether the user has had no warning yet of what this capture was made for; now there is
         to be one.
         """
-        place = _place_of(captured.reason)
+        place = captured.reason.place
         is_told = place in self._told
         self._told.add(place)
         return not is_told
@@ -186,20 +173,3 @@ class Captures(Sequence[Captured[R]]):
             if alike[0] is not captured:
                 alike.remove(captured)
                 alike.insert(0, captured)
-
-
-def _place_of(reason: str) -> str:
-    """What is equal for reasons that differ only in values."""
-    return reason.place if isinstance(reason, Difference) else reason
-
-
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
-    """`argument_key` of a call."""
-    return argument_key(taker.take(args, kwargs).leaves, taker.unread)
-
-
-def kind_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
-    """A key of a call's arguments without plain values, once some of these have changed from call
-    to call.
-    """
-    return argument_key(taker.take(args, kwargs).leaves, kinds() if taker.varied else ())

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from roam.report.communication import Communication
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
-from roam.runtime.captures import MANY, Captured, Captures, call_key, kind_key
+from roam.runtime.captures import MANY, Captured, Captures
 from roam.runtime.cuda_graph import refuse_graph
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
@@ -45,8 +45,10 @@ from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
+from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
+from roam.state.step_call import StepCall
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
 
@@ -244,13 +246,13 @@ class Step:
 
     @left_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runner = self._runner(args, kwargs)
-        return self._own(args, kwargs) if runner is None else self._run(runner, args, kwargs)
+        call = StepCall(args, kwargs)
+        runner = self._runner(call)
+        return self._own(call) if runner is None else self._run(runner, call)
 
     def _runner(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: StepCall,
         known: tuple[bool, ...] = (),
         likely: tuple[bool, ...] = (),
     ) -> Runner | None:
@@ -260,8 +262,8 @@ class Step:
         if is_disabled() or is_tracing():
             return None
         self._refuse_after_partial_update()
-        found = self._captures.find(args, kwargs, self._known.taker, known)
-        if isinstance(found, str):
+        found = self._captures.find(call, self._known.taker, known)
+        if isinstance(found, Misfit):
             if known and self._on_change != "replan":
                 return None
             if len(self._captures) and self._on_change == "eager":
@@ -273,28 +275,30 @@ class Step:
                     "step with arguments like those at capture, or leave on_change= out",
                     code="no_plan_fits",
                 )
-            self._known.taker = self._known.taker.learning(args, kwargs)
-            capture = self._capture_seen(args, kwargs, found, known, likely)
+            self._known.taker = self._known.taker.learning(call.args, call.kwargs)
+            capture = self._capture_seen(call, found, known, likely)
             if capture is None:
                 return None
             found = capture
         captured, runner = found
+        is_pending = any(setting.is_pending() for setting in captured.step.settings)
         for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
+        if is_pending:
+            runner.failure(call, known)  # what has been set may be an input
         return runner
 
     def _capture_seen(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reason: str,
+        call: StepCall,
+        reason: Misfit,
         known: tuple[bool, ...],
         likely: tuple[bool, ...],
     ) -> tuple[Captured[Runner], Runner] | None:
         """A capture for the answers to branches that a run has shown. None if a run has to be
         watched first, or if there are plans for enough answers already.
         """
-        seen = self._seen.get((self._key(args, kwargs), known), self._shown)
+        seen = self._seen.get((call.kind(self._known.taker), known), self._shown)
         # The step's own function keeps to no budget, so where there is one, answers are guessed.
         may_guess = seen is not None or self._options.memory is not None
         if known and (not may_guess or len(self._captures) >= self._captures.most):
@@ -304,7 +308,7 @@ class Step:
         stops = not may_guess and not _has_ranks()
         answers = Answers(known, seen, likely, may_guess=not stops)
         try:
-            captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
+            captured = self._capture(call, reason, answers, may_guess=may_guess)
         except Unseen:
             logger.info(_WATCHED)
             return None
@@ -330,25 +334,17 @@ class Step:
         self._known.settling = 0
         return captured
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
-        """What calls have in common that go the same way at branches."""
-        return kind_key(args, kwargs, self._known.taker)
-
-    def _own(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
-    ) -> Any:
+    def _own(self, call: StepCall, known: tuple[bool, ...] = ()) -> Any:
         """Runs the user's function itself. If the step is to be captured once its answers to
         branches have been seen, the run is watched.
         """
         with nullcontext() if is_tracing() else freed_stood_for():
-            return self._watched(args, kwargs, known)
+            return self._watched(call, known)
 
-    def _watched(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...]
-    ) -> Any:
+    def _watched(self, call: StepCall, known: tuple[bool, ...]) -> Any:
         is_captured_once = self._on_change != "replan" and len(self._captures) > 0
         if is_disabled() or is_tracing() or is_captured_once:
-            return self._train_step(*args, **kwargs)
+            return self._eagerly(call)
         if self._options.memory is not None and not self._is_told:
             self._is_told = True
             logger.warning(
@@ -356,10 +352,10 @@ class Step:
                 "exceed the limit",
                 self._name,
             )
-        key, seen = (self._key(args, kwargs), known), Seen()
+        key, seen = (call.kind(self._known.taker), known), Seen()
         try:
             with watching(seen):
-                result = self._train_step(*args, **kwargs)
+                result = self._eagerly(call)
         except Exception:
             self._known.settling = 0  # it has set nothing up
             raise
@@ -369,14 +365,11 @@ class Step:
             self._seen.popitem(last=False)
         return result
 
-    def _run(
-        self,
-        runner: Runner,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_measured: bool = False,
-    ) -> Any:
+    def _eagerly(self, call: StepCall) -> Any:
+        call.forget()  # nothing is to live longer than in eager PyTorch
+        return self._train_step(*call.args, **call.kwargs)
+
+    def _run(self, runner: Runner, call: StepCall, *, is_measured: bool = False) -> Any:
         """Runs a call by a plan. If the call has other answers to branches than the plan, it runs
         by a plan for these, or by the user's function. If asked, the run by the plan that fits is
         measured.
@@ -392,20 +385,22 @@ class Step:
         likely: tuple[bool, ...] = ()
         while other is not None:
             try:
-                once = partial(self._run_once, other, args, kwargs)
+                once = partial(self._run_once, other, call)
                 result = other.measured(once) if is_measured else once()
                 self._in_vain, self._known.settling, self._last = 0, 0, other
                 return result
             except Declined as declined:
-                if not declined.answers:
-                    level = logging.INFO if str(declined) in self._declined else logging.WARNING
-                    self._declined.add(str(declined))
-                    logger.log(level, "%s; your own function runs in the plan's place", declined)
+                misfit = declined.misfit
+                if misfit.way == "own":
+                    level = logging.INFO if misfit in self._declined else logging.WARNING
+                    self._declined.add(misfit)
+                    logger.log(level, "%s; your own function runs in the plan's place", misfit)
                     with freed_stood_for():
-                        return self._train_step(*args, **kwargs)
-                logger.info("%s", declined)
-                known, likely = declined.answers, declined.likely
-            other = self._runner(args, kwargs, known, likely)
+                        return self._eagerly(call)
+                logger.info("%s", misfit)
+                known, likely = misfit.answers, misfit.likely
+            call.forget()
+            other = self._runner(call, known, likely)
         self._in_vain += 1
         if self._in_vain == _MANY_IN_VAIN:
             logger.warning(
@@ -413,19 +408,19 @@ class Step:
                 "your own function ran. Use torch.where there, or set ROAM_DISABLE=1",
                 self._in_vain,
             )
-        return self._own(args, kwargs, known)
+        return self._own(call, known)
 
-    def _run_once(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_once(self, runner: Runner, call: StepCall) -> Any:
         try:
             timings = self._timings
             if timings is None or timings.first_run.count:
-                return runner.run(args, kwargs)
+                return runner.run(call)
             timings.first_run.count = 1
             with (
                 timings.running(timings.first_run),
                 Progress(f"first run of {runner.name}", only_live=True),
             ):
-                result = runner.run(args, kwargs)
+                result = runner.run(call)
             logger.info(
                 "%s: %s; ready after %s",
                 self._name,
@@ -450,10 +445,11 @@ class Step:
         branches on values that no run has shown yet, the plan assumes that numbers are finite, and
         that all other conditions are false.
         """
-        found = self._captures.find(args, kwargs, self._known.taker)
-        if isinstance(found, str):
-            seen = self._seen.get((self._key(args, kwargs), ()))
-            found = self._capture(args, kwargs, found, Answers(seen=seen))
+        call = StepCall(args, kwargs)
+        found = self._captures.find(call, self._known.taker)
+        if isinstance(found, Misfit):
+            seen = self._seen.get((call.kind(self._known.taker), ()))
+            found = self._capture(call, found, Answers(seen=seen))
         return found[1].plan
 
     @property
@@ -507,7 +503,8 @@ class Step:
         Raises:
             ExecutionError: no plan fits the call, and ``on_change`` is ``"eager"`` or ``"raise"``.
         """
-        runner = self._runner(args, kwargs)
+        call = StepCall(args, kwargs)
+        runner = self._runner(call)
         if runner is None:
             raise ExecutionError(
                 "no plan fits this call, so its values cannot be compared; call the step with "
@@ -515,7 +512,7 @@ class Step:
                 code="no_plan_fits",
             )
         with runner.watched() as values:
-            self._run(runner, args, kwargs)
+            self._run(runner, call)
         return values.program, values
 
     @property
@@ -686,10 +683,11 @@ class Step:
         See docs/explanation/measurement.md for what is counted. A call that runs without a plan is
         not measured.
         """
-        runner = self._runner(args, kwargs)
+        call = StepCall(args, kwargs)
+        runner = self._runner(call)
         if runner is None:
-            return self._own(args, kwargs)
-        return self._run(runner, args, kwargs, is_measured=True)
+            return self._own(call)
+        return self._run(runner, call, is_measured=True)
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """As `measured`, but runs the user's own function, for comparison. This too is a real
@@ -697,11 +695,13 @@ class Step:
 
         A call that no plan fits is not measured.
         """
-        runner = self._runner(args, kwargs)
+        call = StepCall(args, kwargs)
+        runner = self._runner(call)
         if runner is None:
-            return self._own(args, kwargs)
+            return self._own(call)
         self._last = runner
-        return runner.measured_eagerly(lambda: self._own(args, kwargs))
+        call.forget()
+        return runner.measured_eagerly(lambda: self._own(call))
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
@@ -715,9 +715,8 @@ class Step:
 
     def _capture(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reason: str,
+        call: StepCall,
+        reason: Misfit,
         answers: Answers,
         *,
         may_guess: bool = True,
@@ -738,8 +737,8 @@ class Step:
             with timings.running(timings.capture):
                 step = capture_step(
                     self._train_step,
-                    args,
-                    kwargs,
+                    call.args,
+                    call.kwargs,
                     keep_grads=self._keep_grads,
                     known=self._known,
                     asks_kernels=True,
@@ -749,11 +748,10 @@ class Step:
                 raise Unseen
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled
-            is_real = self._options.tries_kernels or not _has_fakes(step, args, kwargs)
+            call.forget()
+            is_real = self._options.tries_kernels or not _has_fakes(step, call)
             runners = self._planned(step, timings, is_real=is_real)
-        captured = Captured(
-            step, runners, call_key(args, kwargs, self._known.taker), reason, timings.total_s
-        )
+        captured = Captured(step, runners, call.key(self._known.taker), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.debug(
             "%s: captured and planned in %.2f s for %s, because %s; %d of at most %d plans kept",
@@ -772,10 +770,10 @@ class Step:
                 self._name, MANY, reason, self._captures.advice(dropped),
             )  # fmt: skip
         for runner in captured.runners:
-            if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
+            if (misfit := runner.failure(call)) is None:
                 return captured, runner
         raise ExecutionError(
-            f"the new plan does not fit the state that it was captured from: {captured.runners[-1].state_failure()}",
+            f"the new plan does not fit the state that it was captured from: {misfit}",
             code="no_plan_fits",
         )
 
@@ -843,7 +841,7 @@ def _has_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_fakes(step: CapturedStep, call: StepCall) -> bool:
     """Whether the step is of tensors without memory: it can be planned, and never run."""
     variant = step.steady or step.first
     assert variant is not None, "one of them is there"
@@ -852,5 +850,5 @@ def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
         for reference, _ in variant.program.referenced
         if not isinstance(reference, ArgumentReference)
     ]
-    given = step.arguments.taker.take(args, kwargs).leaves
+    given = call.taken(step.arguments.taker).leaves
     return any(issubclass(type(local_of(value)), FakeTensor) for value in (*held, *given))

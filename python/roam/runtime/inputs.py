@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from roam.program.ir import Program
+from roam.state.equality import pattern
 from roam.state.references import ArgumentReference, OptimizerReference
 from roam.state.state_lookup import StateLookup, getter
-from roam.torch_compat.private import c_pointer, has_dtensors, local_of
+from roam.torch_compat.private import c_pointer
 
 
 class Inputs:
@@ -31,7 +32,12 @@ class Inputs:
         places: dict[str, list[int]] = {"state": [], "argument": [], "other": []}
         for place, reference in enumerate(references):
             places[_kind(reference)].append(place)
-        self._lookup = StateLookup([references[place] for place in places["state"]])
+        filled = [
+            (keys.optimizer, parameter)
+            for keys in program.state_keys
+            for parameter, _ in keys.filled
+        ]
+        self._lookup = StateLookup([references[place] for place in places["state"]], filled)
         self._others = [getter(references[place]) for place in places["other"]]
         self._arguments = [references[place] for place in places["argument"]]
         order = [*places["state"], *places["other"], *places["argument"]]
@@ -41,14 +47,14 @@ class Inputs:
         tensors = [place for place, meta in enumerate(metas) if meta is not None]
         self._numbers = [place for place, meta in enumerate(metas) if meta is None]
         self._tensors = tensors
-        self._sharing = _pattern([meta.storage for meta in metas if meta is not None])
+        self._sharing = pattern([meta.storage for meta in metas if meta is not None])
         given = set(places["argument"])
         self._given = [place for place in tensors if place in given]
         self._kept = [place for place in tensors if place not in given]
         storages = [
             meta.storage for place, meta in enumerate(metas) if meta is not None and place in given
         ]
-        self._given_sharing = _pattern(storages)
+        self._given_sharing = pattern(storages)
         self._are_apart = set(storages).isdisjoint(
             meta.storage
             for place, meta in enumerate(metas)
@@ -60,18 +66,18 @@ class Inputs:
         self._given_changed = [storage in changed for storage in storages]
         self._seen: _Seen | None = None
 
-    def read(self, leaves: list[Any]) -> list[Any]:
-        """The inputs of a call with these flattened arguments; of a distributed tensor, this
-        process's part.
+    def read(self, leaves: list[Any]) -> tuple[list[Any], list[Any] | None]:
+        """The inputs of a call with these flattened arguments, and what optimizers keep of each
+        parameter that has state; None for that if an input is not there.
         """
+        entries = None
         try:
-            state = self._lookup.entries(self._lookup.of_parameters())
-            found = [*state, *[get() for get in self._others]]
+            entries = self._lookup.of_parameters()
+            found = [*self._lookup.entries(entries), *[get() for get in self._others]]
         except (LookupError, TypeError):  # something is not there
-            found = [reference.get() for reference in self._in_turn]
+            found, entries = [reference.get() for reference in self._in_turn], None
         found += [reference.find(leaves) for reference in self._arguments]
-        inputs = list(map(found.__getitem__, self._places))
-        return list(map(local_of, inputs)) if has_dtensors(inputs) else inputs
+        return list(map(found.__getitem__, self._places)), entries
 
     def share_as_captured(self, inputs: list[Any]) -> bool:
         """Whether those inputs that are tensors share storages as they did at capture, and no
@@ -83,7 +89,7 @@ class Inputs:
         except (AttributeError, RuntimeError, TypeError):
             pass  # one is no tensor, or has no storage
         storages = [value.untyped_storage() for value in inputs if isinstance(value, torch.Tensor)]
-        if _pattern(list(map(c_pointer, storages))) != self._sharing:
+        if pattern(list(map(c_pointer, storages))) != self._sharing:
             return False
         if _overlap(storages, self._changed) is not None:
             return False
@@ -118,7 +124,7 @@ class Inputs:
         given = [inputs[place].untyped_storage() for place in self._given]
         if any(map(self._seen.may_share, given)):
             return False
-        if _pattern(list(map(c_pointer, given))) != self._given_sharing:
+        if pattern(list(map(c_pointer, given))) != self._given_sharing:
             return False
         return not any(self._given_changed) or _overlap(given, self._given_changed) is None
 
@@ -148,12 +154,6 @@ def _kind(reference: Any) -> str:
     if isinstance(reference, OptimizerReference):
         return "state"
     return "argument" if isinstance(reference, ArgumentReference) else "other"
-
-
-def _pattern(storages: list[int]) -> list[int]:
-    """For each storage, the place of the first that is the same."""
-    first: dict[int, int] = {}
-    return [first.setdefault(storage, place) for place, storage in enumerate(storages)]
 
 
 def _overlap(storages: list[torch.UntypedStorage], changed: list[bool]) -> tuple[int, int] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -46,9 +47,9 @@ from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
-from roam.state.changed_arguments import Left, added_by, changed_paths, check_changeable
+from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
 from roam.state.changed_arguments import leave as leave_arguments
-from roam.state.equality import MISSING, Difference, changed, same, show
+from roam.state.equality import MISSING, Misfit, changed, same, show
 from roam.state.freed_gradients import lacks, note_freed
 from roam.state.references import (
     ArgumentReference,
@@ -58,14 +59,19 @@ from roam.state.references import (
     ScalerReference,
 )
 from roam.state.state_guard import Kind, StateGuard
+from roam.state.state_lookup import getter
+from roam.state.step_call import StepCall
 from roam.torch_compat.private import (
     DisableTorchFunction,
     expects_backward,
+    has_dtensors,
     joined,
     local_of,
     pytree,
     version_of,
 )
+
+_GRADIENT: Final = operator.attrgetter("grad")
 
 
 class PartialUpdate(Exception):
@@ -78,19 +84,13 @@ class PartialUpdate(Exception):
 
 
 class Declined(Exception):
-    """A check in the step's code does not pass. All is as it was before the run.
-
-    `answers`: the answers that the step's code gets at branches, up to and with the one that
-    differs from the plan's. Empty if the check is no branch.
-    `likely`: these, and what further answers may be.
+    """The plan does not fit the call, as was found before the run or in it. All is as it was before
+    the run.
     """
 
-    def __init__(
-        self, message: str, answers: tuple[bool, ...] = (), likely: tuple[bool, ...] = ()
-    ) -> None:
-        super().__init__(message)
-        self.answers = answers
-        self.likely = likely
+    def __init__(self, misfit: Misfit) -> None:
+        super().__init__(misfit)
+        self.misfit = misfit
 
 
 class Runner:
@@ -196,6 +196,12 @@ class Runner:
             if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
             and program.slots[slot] is not None
         ]
+        gradients = [one for one in program.absent if isinstance(one, GradientReference)]
+        others = [one for one in program.absent if not isinstance(one, GradientReference)]
+        self._absent = others, gradients
+        self._bare = [getter(one.parameter) for one in gradients]
+        places = {id(reference): place for place, reference in enumerate(self._references)}
+        self._guarded = [places[id(reference)] for reference, _ in expected]
         state = StateGuard(expected, program.state_keys)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
@@ -213,33 +219,74 @@ class Runner:
         self._draws = any(call.random for call in program.calls)
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
-    def state_failure(self) -> str | None:
-        """None if optimizer state and gradients are as this variant finds them, else what is
-        not.
+    def failure(self, call: StepCall, known: tuple[bool, ...] = ()) -> Misfit | None:
+        """None if this variant is for a call in which the step's guards have found no difference,
+        and whose first answers to branches are `known`. The call then has its inputs, and knows
+        what else keeps the plan from running it.
         """
+        return (
+            self._branch_failure(known)
+            or self._absent_failure()
+            or self._held_failure(call)
+            or self._module_failure()
+            or self._number_failure()
+            or self._answer_failure(call)
+        )
+
+    def _branch_failure(self, known: tuple[bool, ...]) -> Misfit | None:
+        if self._answers[: len(known)] == known:
+            return None
+        return Misfit("a branch on a value has another outcome")
+
+    def _absent_failure(self) -> Misfit | None:
         # A first step's plan, which later calls ask too, fails here, before it looks at all state.
-        for reference in self._program.absent:
+        others, gradients = self._absent
+        for reference in others:
             if reference.get() is not MISSING:
-                return f"{reference.path} exists already"
+                return Misfit(f"{reference.path} exists already")
+        found = map(_GRADIENT, [get() for get in self._bare])
+        place = next((place for place, one in enumerate(found) if one is not None), None)
+        if place is not None:
+            return Misfit(f"{gradients[place].path} exists already")
         for reference in self._unlike_freed:
             if lacks(reference.parameter.get()):
-                return f"an earlier plan has freed {reference.path}"
-        if (failure := self.state_guard.failure()) is not None:
+                return Misfit(f"an earlier plan has freed {reference.path}")
+        return None
+
+    def _held_failure(self, call: StepCall) -> Misfit | None:
+        """Whether optimizers' state, gradients and scales are of other kinds; looks up all inputs,
+        and how they share memory.
+        """
+        held, entries = self._inputs.read(call.taken(self._taker).leaves)
+        guarded = list(map(held.__getitem__, self._guarded))
+        if (failure := self.state_guard.failure(guarded, entries)) is not None:
             return failure
+        call.inputs = list(map(local_of, held)) if has_dtensors(held) else held
+        call.misfit = (
+            self._rate_failure(call.inputs)
+            or self._sharing_failure(call.inputs)
+            or unchangeable(self._changed_paths, (call.args, call.kwargs), self._is_state)
+        )
+        return None
+
+    def _module_failure(self) -> Misfit | None:
         for group in self._groups:
             if (failure := group.failure()) is not None:
                 return failure
         for synced in self._program.of(SetSync):
             # A reducer's hook is in C++, where no guard sees it.
-            if (failure := unsupported(synced.module)) is not None:
-                return f"a DistributedDataParallel of the step has changed: {failure}"
+            if (reason := unsupported(synced.module)) is not None:
+                return Misfit(f"a DistributedDataParallel of the step has changed: {reason}")
+        return None
+
+    def _number_failure(self) -> Misfit | None:
         for reference, comparison, constants, answer in self._program.decisions:
             number = reference.get()
             if (
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return Difference(
+                return Misfit(
                     f"{reference.path} is {show(number)} now, for which the step does "
                     "something else",
                     reference.path,
@@ -249,29 +296,67 @@ class Runner:
                 return changed(reference.path, show(value), show(reference.get()))
         return None
 
-    def branch_failure(self, known: tuple[bool, ...]) -> str | None:
-        """None if this variant may be for a call whose first answers to branches are known."""
-        return (
-            None
-            if self._answers[: len(known)] == known
-            else ("a branch on a value has another outcome")
-        )
-
-    def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None if numbers and the arguments' values decide as they did at capture, else which
-        guard has another answer.
-        """
+    def _answer_failure(self, call: StepCall) -> Misfit | None:
+        """Whether numbers and the arguments' values decide otherwise than at capture."""
         if not self._program.computed_guards:
             return None
-        leaves = self._taker.take(args, kwargs).leaves
+        leaves = call.taken(self._taker).leaves
 
         with self._kernels_alone():
             for guard, answer in self._program.computed_guards:
                 if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
-                    return (
+                    return Misfit(
                         f"a condition on values, at {guard.source}, has another result than at "
                         "capture"
                     )
+        return None
+
+    def _rate_failure(self, inputs: list[Any]) -> Misfit | None:
+        for place, reference in self._rates:
+            value = inputs[place]
+            if not isinstance(value, torch.Tensor) and (
+                type(value) is bool or not isinstance(value, (float, int))
+            ):
+                return Misfit(
+                    f"{reference.path} is a {type(value).__name__}, not a float; set a float",
+                    way="refuse",
+                    code="rate",
+                )
+        return None
+
+    def _sharing_failure(self, inputs: list[Any]) -> Misfit | None:
+        if self._inputs.share_as_captured(inputs):
+            return None
+        if (places := self._inputs.overlap(inputs)) is None:
+            text = (
+                "tensors of the step do not share memory as they did at capture; tie or untie "
+                "weights before the first call of the compiled step, or compile it again"
+            )
+        else:
+            one, other = (self._references[place].path for place in places)
+            text = (
+                f"{one} and {other} are tensors with the same memory that PyTorch takes for "
+                "different ones, as torch.from_numpy and DLPack make them, and the step writes "
+                "to it; use the same tensor or views of it in both places, or copy one"
+            )
+        return Misfit(text, way="refuse", code="sharing")
+
+    def _last_failure(self) -> Misfit | None:
+        """What runs of other steps, and of this one's modules, have left that no plan may meet."""
+        if (busy := unsettled()) is not None:
+            return Misfit(
+                f"an earlier step failed on this rank, and {busy} may still write into its "
+                f"memory; {AGAIN}",
+                way="refuse",
+                code="rank_left",
+            )
+        if any(expects_backward(module.reducer) for module in self._program.reduced):
+            return Misfit(
+                "a forward pass of a DistributedDataParallel outside of the step has had no backward "
+                "pass. The module waits for it, and only your own function can run it; evaluate "
+                "under torch.no_grad()",
+                way="own",
+            )
         return None
 
     @property
@@ -284,7 +369,12 @@ class Runner:
         """Whether its runs launch collectives."""
         return bool(self._groups)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: StepCall) -> Any:
+        """Runs a call of which `failure` said that this variant is for it.
+
+        Raises:
+            Declined: all is as before, and the call is for another plan or the user's own function.
+        """
         program = self._program
         if self._is_fake:
             raise ExecutionError(
@@ -293,16 +383,11 @@ class Runner:
                 code="fake_group",
             )
         with self._telling():
-            leaves = self._taker.take(args, kwargs).leaves
-            inputs = self._inputs.read(leaves)
-            self._check_inputs(inputs)
-            check_changeable(self._changed_paths, (args, kwargs), self._is_state)
-            if (busy := unsettled()) is not None:
-                raise ExecutionError(
-                    f"an earlier step failed on this rank, and {busy} may still write into its "
-                    f"memory; {AGAIN}",
-                    code="rank_left",
-                )
+            misfit, inputs = call.misfit or self._last_failure(), call.inputs
+            if misfit is not None and misfit.way == "refuse":
+                raise ExecutionError(misfit, code=misfit.code)
+            leaves = call.taken(self._taker).leaves
+            call.inputs = []  # what nothing else holds is freed after its last use
             found = [effect.look_up(leaves) for _, effect in self._effects]
             sources = {path: held(reference, leaves) for path, reference in self._sources.items()}
         inputs += [tensor for tensor, _ in program.constants]
@@ -311,13 +396,8 @@ class Runner:
             if self._may_be_left
             else []
         )
-        for module in program.reduced:
-            if expects_backward(module.reducer):
-                raise Declined(
-                    "a forward pass of a DistributedDataParallel outside of the step has had no backward "
-                    "pass. The module waits for it, and only your own function can run it; evaluate "
-                    "under torch.no_grad()"
-                )
+        if misfit is not None:
+            raise Declined(misfit)
         with interrupts_wait():
             with (
                 self._together(),
@@ -369,7 +449,7 @@ class Runner:
             left: Left = pytree.tree_unflatten(result, program.result.spec)
             lists = [id(result[place]) for place, _ in program.result.late]
             growing = [container for _, container in program.result.growing]
-            returned = leave_arguments(left, (args, kwargs), lists, growing)
+            returned = leave_arguments(left, (call.args, call.kwargs), lists, growing)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
@@ -544,32 +624,6 @@ class Runner:
         if self._tier is not None:
             self._tier.release()
 
-    def _check_inputs(self, inputs: list[Any]) -> None:
-        """The last look before anything is changed."""
-        for place, reference in self._rates:
-            value = inputs[place]
-            if not isinstance(value, torch.Tensor) and (
-                type(value) is bool or not isinstance(value, (float, int))
-            ):
-                raise ExecutionError(
-                    f"{reference.path} is a {type(value).__name__}, not a float; set a float",
-                    code="rate",
-                )
-        if not self._inputs.share_as_captured(inputs):
-            if (places := self._inputs.overlap(inputs)) is not None:
-                one, other = (self._references[place].path for place in places)
-                raise ExecutionError(
-                    f"{one} and {other} are tensors with the same memory that PyTorch takes for "
-                    "different ones, as torch.from_numpy and DLPack make them, and the step writes "
-                    "to it; use the same tensor or views of it in both places, or copy one",
-                    code="sharing",
-                )
-            raise ExecutionError(
-                "tensors of the step do not share memory as they did at capture; tie or untie "
-                "weights before the first call of the compiled step, or compile it again",
-                code="sharing",
-            )
-
     @contextmanager
     def _kernels_alone(self) -> Iterator[None]:
         """Keeps autograd, autocast and function modes out: the program contains the backward pass
@@ -602,14 +656,17 @@ class Runner:
                 answers = (*self._answers[:place], not self._answers[place])
                 later = failure.later_answers
                 return Declined(
-                    f"a branch at {failure.call.source} has another outcome than in the plan",
-                    answers,
-                    (*answers, *later, *self._answers[len(answers) + len(later) :]),
+                    Misfit(
+                        f"a branch at {failure.call.source} has another outcome than in the plan",
+                        answers=answers,
+                        likely=(*answers, *later, *self._answers[len(answers) + len(later) :]),
+                    )
                 )
             if failure.call.is_check and not self._groups:
-                return Declined(f"a check at {failure.call.source} does not pass")
+                reason = f"a check at {failure.call.source} does not pass"
+                return Declined(Misfit(reason, way="own"))
             if self._may_go_on(error, failure):
-                return Declined(f"{where} failed: {error}")
+                return Declined(Misfit(f"{where} failed: {error}", way="own"))
             if isinstance(error, ExecutionError):
                 return error
             advice = AGAIN if self._groups else "call the step again"

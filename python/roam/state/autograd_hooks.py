@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from roam.errors import CaptureError
+from roam.state.equality import Misfit
 from roam.state.metadata import is_cut_off
 from roam.state.reach import Reach, Slot
 from roam.torch_compat.private import (
@@ -95,12 +96,12 @@ class NodeHooks:
             (id(leaf), is_held) for _, leaf, is_held in other._leaves
         ]
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while there is no such hook, else which leaf has one."""
         if self._registered != _registered():
             for path, leaf, is_held in self._leaves:
                 if (reason := _hooked(leaf, is_held=is_held)) is not None:
-                    return f"{path} got {reason}"
+                    return Misfit(f"{path} got {reason}")
             self._registered = _registered()
         return None
 

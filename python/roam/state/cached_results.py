@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, is_plain, same
+from roam.state.equality import MISSING, Misfit, is_plain, same
 from roam.state.spaces import Items, Space
 
 _CACHE: Any = functools._lru_cache_wrapper
@@ -217,13 +217,13 @@ class Results:
         self._kept = [(path, cache, tensors) for path, cache, tensors in kept if tensors]
         self.tensors = [tensor for _, _, tensors in self._kept for tensor in tensors]
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while all of them are kept, else where one is not."""
         for path, cache, tensors in self._kept:
             if not {id(tensor) for tensor in tensors} <= {
                 id(tensor) for tensor in tensors_in(cache)
             }:
-                return f"{path} keeps other results than before"
+                return Misfit(f"{path} keeps other results than before")
         return None
 
     def is_among(self, other: Results) -> bool:

@@ -12,9 +12,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from roam.errors import ExecutionError
 from roam.state.containers import MappingSpace, SequenceSpace
-from roam.state.equality import attributes_of, is_plain, same
+from roam.state.equality import Misfit, attributes_of, is_plain, same
 from roam.state.lost_attributes import loses_attributes
 from roam.state.spaces import Items, Space
 from roam.state.user_dicts import is_user_dict, may_be_opened, visit
@@ -167,20 +166,18 @@ def changed_paths(leaves: list[Any], spec: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def check_changeable(
+def unchangeable(
     paths: list[tuple[Any, ...]], arguments: Arguments, is_state: Callable[[object], bool]
-) -> None:
-    """Looks, before a run, at the lists and dictionaries that it will change.
+) -> Misfit | None:
+    """None if a run may change the lists and dictionaries that it will change, else why it may not:
+    one of them is also where no step may change it.
 
     Args:
         paths: as `changed_paths` gives them.
         is_state: whether one of them is part of the step's state.
-
-    Raises:
-        ExecutionError: one of them is also where no step may change it (code ``sharing``).
     """
     if not paths:
-        return
+        return None
     places = Counter[int]()
 
     def counted(node: Any) -> bool:
@@ -192,11 +189,13 @@ def check_changeable(
     changed = Counter(map(id, containers))
     for container in containers:
         if places[id(container)] > changed[id(container)] or is_state(container):
-            raise ExecutionError(
+            return Misfit(
                 "the step changes a list or dictionary that is in several places among its "
                 "arguments and its state; pass a copy",
+                way="refuse",
                 code="sharing",
             )
+    return None
 
 
 def added_by(spec: Any) -> bool:
@@ -327,6 +326,6 @@ __all__ = [
     "Unrecordable",
     "added_by",
     "changed_paths",
-    "check_changeable",
     "leave",
+    "unchangeable",
 ]

@@ -21,7 +21,7 @@ import torch
 
 from roam.garbage import referrers
 from roam.state.classes import dictionary_of, module_of, qualname_of
-from roam.state.equality import MISSING, attributes_of, changed, show
+from roam.state.equality import MISSING, Misfit, attributes_of, changed, show
 from roam.state.library_code import is_library, is_library_code, nested_code
 from roam.state.reach import Reach
 from roam.torch_compat.private import FakeTensor
@@ -239,7 +239,7 @@ class Reliance:
         places = ((identity, name) for identity, names in self._places for name in names)
         return dict(zip(places, self._expected, strict=True))
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while all of it is the same, else what is not."""
         try:
             is_same = all(
@@ -268,19 +268,19 @@ class Reliance:
                 return changed(asked, show(expected), show(now))
         return self._environment_failure()
 
-    def _replaced(self) -> str:
+    def _replaced(self) -> Misfit:
         expected = iter(self._expected)
         for path, holder, names in self._holders:
             for name in names:
                 before, now = next(expected), holder.get(name, MISSING)
                 if now is not before:
                     return changed(f"{path}.{name}", show(before), show(now))
-        return "functions of a library were replaced while they were compared"
+        return Misfit("functions of a library were replaced while they were compared")
 
-    def _environment_failure(self) -> str | None:
+    def _environment_failure(self) -> Misfit | None:
         data = os.environ._data  # type: ignore[attr-defined]
         if self._environment is not None and data != self._environment:
-            return "the environment variables changed, and the step reads all of them"
+            return Misfit("the environment variables changed, and the step reads all of them")
         for name, expected in self._variables.items():
             if (now := data.get(name, MISSING)) != expected:
                 return changed(

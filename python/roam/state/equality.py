@@ -9,7 +9,7 @@ import struct
 import sys
 import types
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -167,27 +167,50 @@ def pattern(values: Iterable[Hashable]) -> list[int]:
     return [first.setdefault(value, place) for place, value in enumerate(values)]
 
 
-class Difference(str):
-    """What a plan was not made for, in words.
+Way = Literal["plan", "refuse", "own"]
+"""What is to be done with a call that a plan does not fit: it needs another plan, it is refused, or
+the user's own function runs it."""
+
+
+class Misfit(str):
+    """What a plan was not made for, in words: the one answer of all that is asked before a plan
+    runs a call.
 
     Attributes:
-        place: what differs, without the values: equal for differences of one kind at one place.
+        place: what differs, without the values: equal for misfits of one kind at one place.
+        way: what is to be done.
+        code: of the error, where the call is refused.
+        answers: what the step's code gets at branches, up to and with the one that goes another way
+            than in the plan.
+        likely: these, and what further answers may be.
     """
 
     place: str
+    way: Way
+    code: str
+    answers: tuple[bool, ...]
+    likely: tuple[bool, ...]
 
-    def __new__(cls, text: str, place: str) -> Difference:
+    def __new__(
+        cls,
+        text: str,
+        place: str | None = None,
+        *,
+        way: Way = "plan",
+        code: str = "",
+        answers: tuple[bool, ...] = (),
+        likely: tuple[bool, ...] = (),
+    ) -> Misfit:
         self = super().__new__(cls, text)
-        self.place = place
+        self.place = text if place is None else place
+        self.way, self.code = way, code
+        self.answers, self.likely = answers, likely
         return self
 
-    def __reduce__(self) -> tuple[type[Difference], tuple[str, str]]:
-        return Difference, (str(self), self.place)
 
-
-def changed(place: str, before: str, now: str) -> Difference:
-    """The difference that something at a place is another value now."""
-    return Difference(f"{place} changed from {before} to {now}", place)
+def changed(place: str, before: str, now: str) -> Misfit:
+    """Something at a place is another value now."""
+    return Misfit(f"{place} changed from {before} to {now}", place)
 
 
 def show(value: object) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
@@ -36,9 +36,8 @@ from roam.state.containers import (
 )
 from roam.state.equality import (
     MISSING,
-    Difference,
+    Misfit,
     changed,
-    is_hashed_by_value,
     is_numpy_array,
     is_plain,
     pattern,
@@ -47,10 +46,11 @@ from roam.state.equality import (
     show,
 )
 from roam.state.global_state import AMBIENT
-from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
+from roam.state.metadata import Table, metadata_change, metadata_of, storages_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
+from roam.state.step_call import StepCall
 from roam.state.user_dicts import containers_in, pattern_of
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
@@ -219,7 +219,7 @@ class Guards:
             *[space.get(key) for _, space, key, _ in self._replaceable],
         ]
         self._table = Table(tensors)
-        self._storages = list(map(storage_of, tensors))
+        self._storages = storages_of(tensors)
         self._aliasing = pattern(self._storages)
         # Only tensors that share memory can be one and the same.
         counts = Counter(self._aliasing)
@@ -256,7 +256,7 @@ class Guards:
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
         self._results = Results(reach.caches) if results is None else results
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while everything is as it was, else the first difference: its path, the old value
         and the new one.
         """
@@ -371,16 +371,16 @@ class Guards:
         values = [value for _, value in self._objects]
         return [*map(type, values), *map(object.__getattribute__, values, repeat("__dict__"))]
 
-    def _object_failure(self) -> str | None:
+    def _object_failure(self) -> Misfit | None:
         now = self._shapes_now()
         if all(map(operator.is_, now, self._shapes)):
             return None
         for (path, _), kind, expected in zip(self._objects, now, self._shapes, strict=False):
             if kind is not expected:
                 return changed(f"the class of {path}", show(expected), show(kind))
-        return "an object that the step reads has another __dict__ than before"
+        return Misfit("an object that the step reads has another __dict__ than before")
 
-    def _single_failure(self) -> str | None:
+    def _single_failure(self) -> Misfit | None:
         are_as_before = self._functions.are_as_before()
         for check in self._functions.others if are_as_before else self._single:
             reason = check.failure()
@@ -390,44 +390,46 @@ class Guards:
             self._functions.leave_out_changed()
         return None
 
-    def _sharing_failure(self) -> str | None:
+    def _sharing_failure(self) -> Misfit | None:
         """Whether the same places as before hold one and the same container."""
         held: dict[int, FrozenSpace] = {}
         for space in self._exchangeable:
             if not space.is_in_all_places():
                 paths = [holder.label(key) for holder, key in space.places]
-                return f"{' and '.join(paths)} do not hold the same {space.kind} as before"
+                return Misfit(f"{' and '.join(paths)} do not hold the same {space.kind} as before")
             other = held.setdefault(id(space.now()), space)
             if other is not space:
-                return f"{other.path} and {space.path} hold the same {space.kind} now"
+                return Misfit(f"{other.path} and {space.path} hold the same {space.kind} now")
         return None
 
-    def _tensor_failure(self) -> str | None:
+    def _tensor_failure(self) -> Misfit | None:
         if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
-            return "the optimizers do not share groups as before"
+            return Misfit("the optimizers do not share groups as before")
         values = [space.get(key) for _, space, key, _ in self._replaceable]
         are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
         if not (are_tensors and self._table.fits([*self._fixed_tensors, *values])):
             failure = self._metadata_failure()
             if failure is not None:
                 return failure
-        storages = list(map(storage_of, (*self._fixed_tensors, *values)))
+        storages = storages_of([*self._fixed_tensors, *values])
         if storages != self._storages:
             if pattern(storages) != self._aliasing:
-                return "the tensors that the step reaches do not share memory as before"
+                return Misfit("the tensors that the step reaches do not share memory as before")
             self._storages = storages
             self._first_places = _first_places(storages)
         if self._sharing and (
             self._identities_among([*self._fixed_tensors, *values]) != self._identities
         ):
-            return "places that the step reaches do not hold one and the same tensor as before"
+            return Misfit(
+                "places that the step reaches do not hold one and the same tensor as before"
+            )
         return None
 
     def _identities_among(self, tensors: list[Any]) -> list[int]:
         """Which of the tensors that share memory are one and the same."""
         return pattern([id(tensors[place]) for place in self._sharing])
 
-    def _metadata_failure(self) -> str | None:
+    def _metadata_failure(self) -> Misfit | None:
         for path, tensor, expected in self._fixed:
             if metadata_of(tensor) != expected:
                 return metadata_change(path, expected, metadata_of(tensor))
@@ -475,12 +477,12 @@ class _SpaceCheck:
         """Expect what is there now."""
         self.expected = [(key, _expected(value, renewed)) for key, value in self.space.items()]
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         space, items = self.space, self.space.items()
         if isinstance(space, SetSpace):
             if same_elements([key for key, _ in self.expected], [key for key, _ in items]):
                 return None
-            return f"{space.path} holds other elements than before, or in another order"
+            return Misfit(f"{space.path} holds other elements than before, or in another order")
         for (key, value), (old, expected) in zip(items, self.expected, strict=False):
             if not same(old, key):
                 break
@@ -517,17 +519,17 @@ class _SpaceCheck:
             return True
         return bool(self.ignored) and is_under(self.space.label(key), self.ignored)
 
-    def _key_change(self, items: Items) -> str:
+    def _key_change(self, items: Items) -> Misfit:
         space = self.space
         if isinstance(space, SequenceSpace):
             return changed(space.path, str(len(self.expected)), f"{len(items)} entries")
         for key, value in items:
             if not any(same(old, key) for old, _ in self.expected):
-                return Difference(changed(space.label(key), "nothing", show(value)), space.path)
+                return Misfit(changed(space.label(key), "nothing", show(value)), space.path)
         for old, expected in self.expected:
             if not any(same(old, key) for key, _ in items):
-                return Difference(changed(space.label(old), _show(expected), "nothing"), space.path)
-        return f"the entries of {space.path} changed their order"
+                return Misfit(changed(space.label(old), _show(expected), "nothing"), space.path)
+        return Misfit(f"the entries of {space.path} changed their order")
 
 
 class _Bulk:
@@ -560,7 +562,7 @@ class _Bulk:
         ]
         self._expected_named = [value for check in self.named for _, value in check.expected]
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         if (
             not any(self._empty)
             and list(map(len, self._holders)) == self._sizes
@@ -692,7 +694,7 @@ class ArgGuard:
             )
         ]
         self._aliasing = self._alias(taken.leaves)
-        self._held = self._held_by_state(taken, args, kwargs)
+        self._held = self._held_by_state(taken, (args, kwargs))
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
@@ -721,17 +723,17 @@ class ArgGuard:
             for path, expected in self._leaves
         ]
 
-    def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def failure(self, call: StepCall) -> Misfit | None:
         """None if the plan of the captured call fits this one too, else the first difference. The
         state's guards have to be asked first: what they noted tells whether an argument shares
         memory with the state.
         """
-        taken = self.taker.take(args, kwargs)
+        taken = call.taken(self.taker)
         leaves = taken.leaves
         if taken.spec != self._spec or (
             self._keys and not same(self._keys, _keys_in(taken.plain_spec))
         ):
-            return "the arguments have another structure than before"
+            return Misfit("the arguments have another structure than before")
         for (path, expected), value in zip(self._leaves, leaves, strict=True):
             if isinstance(expected, _Leaf):
                 if not issubclass(type(value), torch.Tensor):
@@ -739,7 +741,7 @@ class ArgGuard:
                 if metadata_of(value) != expected.metadata:
                     return metadata_change(path, expected.metadata, metadata_of(value))
                 if expected.is_received and _gradient(value) != expected.gradient:
-                    return (
+                    return Misfit(
                         f"{path} has a gradient and had none before, or the other way round, or a "
                         "gradient of another kind"
                     )
@@ -748,25 +750,23 @@ class ArgGuard:
                     return changed(path, f"a value of class {expected.kind.__name__}", show(value))
             elif not same(expected, _leaf(value)):
                 return changed(path, show(expected), show(value))
-        if self._held_by_state(taken, args, kwargs) != self._held:
-            return (
+        if self._held_by_state(taken, (call.args, call.kwargs)) != self._held:
+            return Misfit(
                 "other arguments than before are one and the same object, or the step's state "
                 "holds others of them"
             )
         if self._alias(leaves) != self._aliasing:
-            return (
+            return Misfit(
                 "the arguments do not share memory, with one another or with the step's "
                 "state, or are not the same tensors, as before"
             )
         return None
 
-    def _held_by_state(
-        self, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[int], list[int]]:
+    def _held_by_state(self, taken: Taken, arguments: Any) -> tuple[list[int], list[int]]:
         """Which of the objects and containers that are taken apart the state holds too, and where,
         and which of the containers are one and the same: the step may ask whether two of them are.
         """
-        containers = containers_in((args, kwargs), taken.closed)
+        containers = containers_in(arguments, taken.closed)
         found = [
             *chain.from_iterable(parts.objects for parts in taken.objects.values()),
             *containers,
@@ -781,7 +781,7 @@ class ArgGuard:
         and the same.
         """
         tensors = [leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
-        storages = list(map(storage_of, tensors))
+        storages = storages_of(tensors)
         owned = self._guards.storage_indices() if self._guards else {}
         owners = [owned.get(storage, -1) for storage in storages]
         same_tensors = pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
@@ -800,30 +800,6 @@ def _keys_in(spec: Any) -> tuple[Any, ...]:
     keys = chain.from_iterable(part if isinstance(part, list) else [part] for part in context)
     inner = (key for child in spec.children() for key in _keys_in(child))
     return (*(key for key in keys if type(key) is not str), *inner)
-
-
-def argument_key(leaves: Sequence[Any], unread: Collection[type] = ()) -> tuple[Hashable, ...]:
-    """A key of a call's flattened arguments. It is equal for any two calls that one `ArgGuard` lets
-    pass, and different if it is cheap to tell that no `ArgGuard` lets both pass.
-
-    Args:
-        leaves: the flattened arguments.
-        unread: classes of plain values of which steps do not read some.
-    """
-    return tuple(_leaf_key(leaf, unread) for leaf in leaves)
-
-
-def _leaf_key(value: Any, unread: Collection[type]) -> Hashable:
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        return metadata_of(value)
-    if kind in unread:
-        return (kind,)
-    if is_hashed_by_value(kind):
-        return kind, value
-    if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
-        return (kind,)  # a float may be live, and the others take long to compare
-    return kind, id(value)
 
 
 class _Leaf:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.equality import changed, same, show
+from roam.state.equality import Misfit, changed, same, show
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
@@ -136,7 +136,7 @@ _NAMES: Final = (
 )  # fmt: skip
 
 
-def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
+def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> Misfit:
     """The first difference, for people to read."""
     what, old, new = next(
         item for item in zip(_NAMES, expected, actual, strict=True) if item[1] != item[2]
@@ -152,6 +152,16 @@ def storage_of(tensor: torch.Tensor) -> int:
         return int(c_pointer(local_of(tensor).untyped_storage()))
     except (NotImplementedError, RuntimeError):
         return id(tensor)
+
+
+def storages_of(tensors: list[Any]) -> list[int]:
+    """`storage_of` of many."""
+    try:
+        if not has_dtensors(tensors):
+            return list(map(c_pointer, map(torch.Tensor.untyped_storage, tensors)))
+    except (NotImplementedError, RuntimeError):
+        pass  # one has no storage of its own
+    return list(map(storage_of, tensors))
 
 
 class LayoutCheck:

@@ -29,7 +29,7 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is_plain, same, show
+from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
@@ -576,7 +576,7 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
         return []
     now = space.items()
     if isinstance(space, SetSpace):
-        return [Difference(f"{space.path} holds other elements than before", space.path)]
+        return [Misfit(f"{space.path} holds other elements than before", space.path)]
     if isinstance(space, SequenceSpace) and len(now) != len(items):
         return [changed(space.path, f"{len(items)}", f"{len(now)} entries")]
     before = {_stand_in(key): (key, value) for key, value in items}
@@ -602,7 +602,7 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
 def _difference(path: str, old: Any, value: Any) -> str:
     if type(old) is type(value) and type(old) in (list, dict):
         kind = type(old).__name__
-        return Difference(
+        return Misfit(
             f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there",
             path,
         )
@@ -611,7 +611,7 @@ def _difference(path: str, old: Any, value: Any) -> str:
 
 def place_of(reason: str) -> str:
     """What has changed, of one of the reasons that `Snapshot.moved` gives."""
-    return reason.place if isinstance(reason, Difference) else reason
+    return reason.place if isinstance(reason, Misfit) else reason
 
 
 def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:

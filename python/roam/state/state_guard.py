@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.containers import FrozenSpace
-from roam.state.equality import MISSING, changed, show
+from roam.state.equality import MISSING, Misfit, changed, show
 from roam.state.metadata import LayoutCheck
 from roam.state.references import (
     GradientReference,
@@ -24,7 +24,6 @@ from roam.state.references import (
     filled_entries,
     is_filled,
 )
-from roam.state.state_lookup import StateLookup, getter
 from roam.torch_compat.private import layout_of, local_of
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
@@ -49,59 +48,57 @@ class StateGuard:
         expected: Iterable[tuple[_Reference, Kind]],
         state_keys: Iterable[StateKeys] = (),
     ) -> None:
-        pairs = list(expected)
-        in_state = [
-            reference for reference, _ in pairs if isinstance(reference, OptimizerReference)
-        ]
-        others = [
-            reference for reference, _ in pairs if not isinstance(reference, OptimizerReference)
-        ]
-        self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], OptimizerReference))
+        self._expected = list(expected)
         self._state_keys = list(state_keys)
-        filled = [
-            (keys.optimizer, place, names)
-            for keys in self._state_keys
-            for place, names in keys.filled
-        ]
-        self._names = [names for *_, names in filled]
-        self._lookup = StateLookup(in_state, [(optimizer, place) for optimizer, place, _ in filled])
-        self._others = [getter(reference) for reference in others]
+        self._names = [names for keys in self._state_keys for _, names in keys.filled]
         self._check = LayoutCheck()
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
         self._layouts = [kind[4] for _, kind in self._expected]
 
-    def failure(self) -> str | None:
-        """None while all are of these kinds, else the first that is not."""
+    def failure(self, held: list[Any], entries: list[Any] | None) -> Misfit | None:
+        """None while all are of these kinds, else the first that is not.
+
+        Args:
+            held: what the references hold now.
+            entries: what optimizers keep of each parameter that has state, in the order of
+                `state_keys`; None if it is not known.
+        """
         try:
             # In the usual case a few passes over all at once decide.
-            found = self._tensors()
-            if self._check.passes(found) and not any(map(_count_failure, self._state_keys)):
-                return None
-            tensors = list(map(local_of, found))
             if (
-                list(map(layout_of, found)) == self._layouts
-                and list(map(_seen, tensors)) == self._kinds
-                and list(map(torch.Tensor.stride, tensors)) == self._strides
+                entries is not None
+                and all(map(operator.eq, map(dict.keys, entries), self._names))
                 and not any(map(_count_failure, self._state_keys))
             ):
-                self._check.learn(found)
-                return None
-        except (AttributeError, LookupError, TypeError, RuntimeError):
+                if self._check.passes(held):
+                    return None
+                tensors = list(map(local_of, held))
+                if (
+                    list(map(layout_of, held)) == self._layouts
+                    and list(map(_seen, tensors)) == self._kinds
+                    and list(map(torch.Tensor.stride, tensors)) == self._strides
+                ):
+                    self._check.learn(held)
+                    return None
+        except (AttributeError, TypeError, RuntimeError):
             pass  # one is not there, or is no tensor with strides
-        for reference, (shape, dtype, device, strides, layout) in self._expected:
-            found = reference.get()
+        for (reference, (shape, dtype, device, strides, layout)), found in zip(
+            self._expected, held, strict=True
+        ):
             if layout_of(found) != layout:
-                return f"{reference.path} has another layout over devices than before"
+                return Misfit(f"{reference.path} has another layout over devices than before")
             tensor = local_of(found)
             if tensor is MISSING:
-                return f"{reference.path} does not exist yet"
+                return Misfit(f"{reference.path} does not exist yet")
             if not isinstance(tensor, torch.Tensor):
                 return changed(reference.path, "a tensor", show(tensor))
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or (
                 tensor.layout is not torch.strided or tensor.stride() != strides
             ):
-                return f"{reference.path} has another shape, dtype, device or strides than before"
+                return Misfit(
+                    f"{reference.path} has another shape, dtype, device or strides than before"
+                )
         return next(filter(None, map(_keys_failure, self._state_keys)), None)
 
     def stands_for(self, other: StateGuard) -> bool:
@@ -115,33 +112,22 @@ class StateGuard:
             and list(map(_identity, self._state_keys)) == list(map(_identity, other._state_keys))
         )
 
-    def _tensors(self) -> list[Any]:
-        """What all references hold now.
 
-        Raises:
-            LookupError, TypeError: where one holds nothing, or state has other keys.
-        """
-        entries = self._lookup.of_parameters()
-        if not all(map(operator.eq, map(dict.keys, entries), self._names)):
-            raise LookupError
-        return [*self._lookup.entries(entries), *[get() for get in self._others]]
-
-
-def _keys_failure(keys: StateKeys) -> str | None:
+def _keys_failure(keys: StateKeys) -> Misfit | None:
     """None while an optimizer's state has these entries, else the first difference."""
     for place, names in keys.filled:
         entry = keys.optimizer.state.get(place.get())
         now: Any = entry.keys() if isinstance(entry, dict) else ()
         for name in now:
             if name not in names:
-                return f"{keys.path}.state[{place.path}][{name!r}] exists already"
+                return Misfit(f"{keys.path}.state[{place.path}][{name!r}] exists already")
         for name in names:
             if name not in now:
-                return f"{keys.path}.state[{place.path}][{name!r}] does not exist yet"
+                return Misfit(f"{keys.path}.state[{place.path}][{name!r}] does not exist yet")
     return _count_failure(keys)
 
 
-def _count_failure(keys: StateKeys) -> str | None:
+def _count_failure(keys: StateKeys) -> Misfit | None:
     """None while an optimizer's state has no more entries, if those with keys are known to be
     there, else what has been added or is gone.
     """
@@ -149,9 +135,9 @@ def _count_failure(keys: StateKeys) -> str | None:
         return None
     for place in keys.empty:
         if is_filled(keys.optimizer.state.get(place.get())):
-            return f"{keys.path}.state[{place.path}] exists already"
+            return Misfit(f"{keys.path}.state[{place.path}] exists already")
     if filled_entries(keys.optimizer) != len(keys.filled) + keys.others:
-        return f"{keys.path}.state has another number of entries than before"
+        return Misfit(f"{keys.path}.state has another number of entries than before")
     return None
 
 

@@ -29,14 +29,13 @@ class StateLookup:
 
     Args:
         references: those of the entries.
-        also: further parameters of which the state is looked up, as (optimizer, place). They come
-            first in what `of_parameters` returns.
+        filled: parameters that have state, as (optimizer, place).
     """
 
     def __init__(
-        self, references: Sequence[OptimizerReference], also: Iterable[tuple[Any, Any]] = ()
+        self, references: Sequence[OptimizerReference], filled: Iterable[tuple[Any, Any]]
     ) -> None:
-        named = [*also, *((one.optimizer, one.parameter) for one in references)]
+        named = [*filled, *((one.optimizer, one.parameter) for one in references)]
         parameters: dict[tuple[int, int], tuple[Any, Any]] = {}
         for optimizer, place in named:
             parameters.setdefault((id(optimizer), id(place)), (optimizer, place))

@@ -19,6 +19,7 @@ import torch
 
 from roam.capture.compiled.arguments import Arguments
 from roam.capture.compiled.frames import Frame, cell_of, function_of, spread
+from roam.state.equality import Misfit
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     FROM_STANCE,
@@ -188,7 +189,7 @@ class UsedCode:
         now = self._now()
         self._known = now if len(now) == len(self._originals()) else frozenset()
 
-    def failure(self) -> str | None:
+    def failure(self) -> Misfit | None:
         """None while `torch.compile` would run the same code, else what is new.
 
         Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
@@ -196,14 +197,14 @@ class UsedCode:
         """
         for _, code in self.calls:
             if is_forgotten(code.code):
-                return f"torch.compile was reset, and compiles {code.original.co_name} anew"
+                return Misfit(f"torch.compile was reset, and compiles {code.original.co_name} anew")
         now = self._now()
         if now <= self._known:
             return None
         for call, code in self.calls:
             found = call.found(code.backend)
             if found is not None and found is not code.code:
-                return (
+                return Misfit(
                     f"torch.compile has compiled {code.original.co_name} again, for this call too"
                 )
         self._known = now
