@@ -28,7 +28,7 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
-from roam.capture.tracing.growing_lists import watched as watched_growing
+from roam.capture.tracing.growing_lists import ListWatch
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
@@ -682,7 +682,7 @@ def _close_shared(reach: Reach, known: Known) -> None:
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
     return [
-        (reference.path, id(reference.space.holder))  # type: ignore[attr-defined]
+        (reference.path, id(reference.space.holder))
         for reference in number_references(reach, changing)
     ]
 
@@ -1013,12 +1013,12 @@ class _Tracer:
         # Dynamo would look at what is in the lists' places.
         if sys.gettrace() is None and not self.known.regions.used().calls:
             plain = replace(self, copies_lists=True)
-            with watched_growing() as expected:
+            with ListWatch().on() as expected:
                 (one,) = plain.programs(live_arguments=live_arguments, only_first=True)
-            with watched_growing() as seen:
+            with ListWatch().on() as seen:
                 (other,) = self.programs(live_arguments=live_arguments, only_first=True)
             is_sure = (
-                not seen.gives_away
+                not seen.is_blind
                 and seen.raised == expected.raised
                 and difference(one, other) is None
             )

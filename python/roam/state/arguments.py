@@ -24,10 +24,9 @@ from roam.state.classes import HEAP_TYPE, dictionary_of, flags_of, mro_of
 from roam.state.containers import FrozenSpace, MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
-from roam.state.lost_attributes import lost_attribute
 from roam.state.namespaces import SlotsSpace, slots_of
+from roam.state.nests import flattened, leaves_at, lost_attribute, with_dicts_opened
 from roam.state.spaces import Place, Space
-from roam.state.user_dicts import flattened, leaves_at, opened
 from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
@@ -144,17 +143,16 @@ class Parts:
         self.objects.append(value)
         kind = type(value)
         if kind in _DICTIONARIES:
-            shown = _keys_of(path)
             return (
                 kind,
                 getattr(value, "default_factory", None),
-                self._of(MappingSpace(value, path, label=shown)),
+                self._of(MappingSpace(value, path)),
             )
         if kind is list:
-            return kind, self._of(SequenceSpace(value, path, label=_keys_of(path)))
+            return kind, self._of(SequenceSpace(value, path))
         if issubclass(type(value), tuple):
             places = [] if place is None else [place]
-            return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
+            return kind, self._of(FrozenSpace(value, path, places))
         found: list[Any] = [kind]
         attributes = attributes_of(value)
         if type(attributes) is dict:
@@ -173,10 +171,6 @@ class Parts:
             (key, self._entered(value, space.label(key), (space, key)))
             for key, value in space.items()
         )
-
-
-def _keys_of(path: str) -> Callable[[Any], str]:
-    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
 
 
 def parts_of(value: Any, path: str = "") -> Parts | None:
@@ -361,7 +355,7 @@ def flatten_with_paths(
     a function that names its parts: their parts are numbered. Objects of `collections.UserDict` are
     nodes too, and what is `closed` is a leaf.
     """
-    tree = opened(tree, closed)
+    tree = with_dicts_opened(tree, closed)
     is_leaf = leaves_at(closed) if is_leaf is None else is_leaf
     try:
         return pytree.tree_flatten_with_path(tree, is_leaf)

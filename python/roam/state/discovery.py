@@ -91,11 +91,11 @@ from roam.state.namespaces import (
     VariableSpace,
     slots_of,
 )
+from roam.state.nests import is_user_dict, may_be_opened, visit
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space
-from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import (
     HOOKS,
     OPERATORS,
@@ -141,10 +141,6 @@ _KEYS: Final[type] = type({}.keys())
 _VALUES: Final[type] = type({}.values())
 _ITEMS: Final[type] = type({}.items())
 _RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
-
-
-def _index(path: str) -> Callable[[Any], str]:
-    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
 
 
 def _child(path: str) -> Callable[[Any], str]:
@@ -293,7 +289,7 @@ class _Walk:
         """The lists, dictionaries, and the like among the arguments that guarded state holds
         too.
         """
-        held = {id(getattr(place.space, "holder", None)) for place in self.reach.places if place.guarded}  # fmt: skip
+        held = {id(place.space.holder) for place in self.reach.places if place.guarded}  # fmt: skip
         return [
             node
             for node in self.given.values()
@@ -308,7 +304,7 @@ class _Walk:
         if not self.grown:
             return
         guarded = {id(place.space) for place in self.reach.places if place.guarded}
-        entered = {id(getattr(place.space, "holder", None)) for place in self.reach.places}
+        entered = {id(place.space.holder) for place in self.reach.places}
         for path, container in self.grown:
             places = self.frozen[id(container)]
             takes_others = all(
@@ -365,7 +361,7 @@ class _Walk:
                 )
             elif issubclass(type(node), (dict, list, deque)):
                 space = MappingSpace if issubclass(type(node), dict) else SequenceSpace
-                self._place(space(node, name, label=_index(name)), guarded=False)
+                self._place(space(node, name), guarded=False)
             if issubclass(type(node), defaultdict) and node.default_factory is not None:
                 self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)
@@ -531,7 +527,7 @@ class _Walk:
         if kind in KINDS and path in self.growing:
             self.grown.append((path, value))
         elif kind in (list, dict) and path in self.renewed:
-            self._fill(RenewedSpace(value, path, self.frozen[id(value)], label=_index(path)))
+            self._fill(RenewedSpace(value, path, self.frozen[id(value)]))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
@@ -581,7 +577,7 @@ class _Walk:
             if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
                 self._fill(TensorKeyedSpace(value, path))
             else:
-                self._fill(MappingSpace(value, path, label=_index(path)))
+                self._fill(MappingSpace(value, path))
             for key in dict.__iter__(value):
                 if not issubclass(type(key), torch.Tensor):
                     self._enqueue(key, f"{path}.keys()")
@@ -601,11 +597,11 @@ class _Walk:
                     code="identity",
                 )
         elif issubclass(kind, (list, deque)):
-            self._fill(SequenceSpace(value, path, label=_index(path)))
+            self._fill(SequenceSpace(value, path))
             self._attributes(value, path)
             self._class_of_kind(kind)
         elif issubclass(kind, tuple):
-            self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=_index(path)))
+            self._fill(FrozenSpace(value, path, self.frozen[id(value)]))
             self._attributes(value, path)
             self._class_of_kind(kind)
         elif issubclass(kind, frozenset):
@@ -668,7 +664,7 @@ class _Walk:
             self._enqueue(value.__wrapped__, path)
             self._by_name(value, path)
         elif kind in (types.MappingProxyType, contextvars.Context):
-            self._fill(ProxySpace(value, path, label=_index(path)))
+            self._fill(ProxySpace(value, path))
         elif _is_iterator(kind):
             self._list(self.reach.iterators, value, path)
         # PyTorch asks a class for its name here, which a metaclass may answer by code of its own.
@@ -747,13 +743,11 @@ class _Walk:
                 # `load_state_dict` adds entries, so only those of now are guarded. If there are
                 # tensors among the defaults, the groups hold them.
                 where = f"{path}.defaults"
-                self._fill(NamesSpace(value, sorted(value), where, label=_index(where)))
+                self._fill(NamesSpace(value, sorted(value), where))
             elif name not in ("state", "param_groups", "defaults"):
                 self._enqueue(value, f"{path}.{name}", (held, name))
         groups = f"{path}.param_groups"
-        self._place(
-            SequenceSpace(optimizer.param_groups, groups, label=_index(groups)), guarded=False
-        )
+        self._place(SequenceSpace(optimizer.param_groups, groups), guarded=False)
         paths = {
             id(slot.tensor): slot.path
             for slot in reversed(self.reach.slots)
@@ -761,7 +755,7 @@ class _Walk:
         }
         for number, group in enumerate(optimizer.param_groups):
             where = f"{groups}[{number}]"
-            self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
+            self._place(MappingSpace(group, where), guarded=False)
             for key, value in group.items():
                 if issubclass(type(value), torch.Tensor):
                     self._tensor(value, seen, (number, key), "group")
@@ -774,7 +768,7 @@ class _Walk:
             parameters = f"{where}['params']"
             if isinstance(group["params"], list) and self._is_new(group["params"]):
                 self._fill(
-                    SequenceSpace(group["params"], parameters, label=_index(parameters)),
+                    SequenceSpace(group["params"], parameters),
                     "group",
                     guarded=False,
                 )
@@ -790,7 +784,7 @@ class _Walk:
         # What belongs to no parameter may not change from step to step.
         others = [key for key in state if not issubclass(type(key), torch.Tensor)]
         if others:
-            self._fill(NamesSpace(state, others, path, label=_index(path)))
+            self._fill(NamesSpace(state, others, path))
         for key, entry in state.items():
             if not issubclass(type(key), torch.Tensor):
                 continue
@@ -801,7 +795,7 @@ class _Walk:
                 for name, value in nested:
                     self._link(value)
                     self.guarded.append((value, f"{label(key)}[{name!r}]", self.edge))
-                self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
+                self._fill_live(MappingSpace(entry, label(key)), "state")
 
     def _fill_live(self, space: Space, kind: TensorKind) -> None:
         was, self.is_guarding = self.is_guarding, False
@@ -839,9 +833,7 @@ class _Walk:
         self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]
     ) -> None:
         self._fill(PartialSpace(value, path))
-        self._fill(
-            MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords"))
-        )
+        self._fill(MappingSpace(value.keywords, f"{path}.keywords"))
         self._dictionary(value, path)
         enter(value.func)
 
@@ -922,7 +914,7 @@ class _Walk:
         # A module that the step imports first stays imported.
         known = [name for name in imports if name in sys.modules]
         if known:
-            self._fill(NamesSpace(sys.modules, known, "sys.modules", label=_index("sys.modules")))
+            self._fill(NamesSpace(sys.modules, known, "sys.modules"))
         for name in known:
             self._user_module(sys.modules[name], name, attributes | imports[name])
         added = [name for name in names if name not in holder and is_added_builtin(name)]

@@ -49,9 +49,9 @@ from roam.state.equality import (
 from roam.state.global_state import AMBIENT
 from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
+from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
-from roam.state.user_dicts import containers_in, pattern_of
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -535,13 +535,13 @@ class _Bulk:
 
     def __init__(self, checks: list[_SpaceCheck]) -> None:
         self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
-        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]  # type: ignore[attr-defined]
+        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]
         self._names = [name for check in self.named for name, _ in check.expected]
         self.checks = [check for check in checks if not isinstance(check.space, NamesSpace)]
         # Most tables of a module are empty, and stay so.
-        self._empty = [check.space.holder for check in self.checks if not check.expected]  # type: ignore[attr-defined]
+        self._empty = [check.space.holder for check in self.checks if not check.expected]
         self._filled = checks = [check for check in self.checks if check.expected]
-        self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
+        self._holders: list[Any] = [check.space.holder for check in checks]
         # Views show the dictionary of now, however often it changes.
         self._values = [
             holder.values() if isinstance(holder, dict) else holder for holder in self._holders
@@ -615,8 +615,8 @@ class _Functions:
         known = [check for check in self._all if id(check) in self._known]
         cells = [check for check in known if type(check.space) is CellSpace]
         functions = [check for check in known if type(check.space) is FunctionSpace]
-        self._cells = [check.space.holder for check in cells]  # type: ignore[attr-defined]
-        self._functions = [check.space.holder for check in functions]  # type: ignore[attr-defined]
+        self._cells = [check.space.holder for check in cells]
+        self._functions = [check.space.holder for check in functions]
         self._expected = [value for check in cells + functions for _, value in check.expected]
         self.others = [check for check in self._all if id(check) not in self._known]
 
@@ -861,7 +861,7 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
 
 
 def _holder(space: Space) -> Any:
-    return space.holder  # type: ignore[attr-defined]
+    return space.holder
 
 
 def _first_places(storages: list[int]) -> dict[int, int]:

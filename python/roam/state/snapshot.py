@@ -33,6 +33,7 @@ from roam.state.equality import MISSING, Difference, changed, is_numpy_float, is
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
+from roam.state.nests import alike, leaves_of
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.reach import Place, Reach
 from roam.state.spaces import Items, Space
@@ -640,10 +641,7 @@ def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> 
 
 def _holds_tensor(item: tuple[Any, Any]) -> bool:
     """Whether the value of an item is a tensor or holds one, in tuples, lists or dictionaries."""
-    value = item[1]
-    if issubclass(type(value), tuple):
-        return any(map(_holds_tensor, enumerate(tuple.__iter__(value))))
-    return issubclass(type(value), torch.Tensor) or any(map(_holds_tensor, entries_of(value)))
+    return any(issubclass(type(leaf), torch.Tensor) for leaf in leaves_of(item[1]))
 
 
 def _stand_in(key: Any) -> Any:
@@ -717,12 +715,11 @@ def _moved_on(state: Any) -> Any:
 
 def is_same_state(state: Any, other: Any) -> bool:
     """Whether two states of a random generator are equal."""
-    if isinstance(state, torch.Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict):
-        return all(is_same_state(state[key], other[key]) for key in state)
-    if isinstance(state, (list, tuple)):
-        return all(map(is_same_state, state, other))
-    if type(state).__module__ == "numpy":
-        return bool((state == other).all())
-    return bool(state == other)
+    return alike(state, other, _is_same_part)
+
+
+def _is_same_part(part: Any, other: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return torch.equal(part, other)
+    equal = part == other
+    return bool(equal.all() if type(part).__module__ == "numpy" else equal)
