@@ -26,7 +26,7 @@ from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.nests import flattened, leaves_at, lost_attribute, with_dicts_opened
-from roam.state.spaces import Place, Space
+from roam.state.spaces import Place, Space, child
 from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
@@ -156,13 +156,9 @@ class Parts:
         found: list[Any] = [kind]
         attributes = attributes_of(value)
         if type(attributes) is dict:
-            found.append(
-                self._of(MappingSpace(attributes, path, label=lambda name: f"{path}.{name}"))
-            )
+            found.append(self._of(MappingSpace(attributes, path, label=child)))
         if slots := slots_of(kind):
-            found.append(
-                self._of(SlotsSpace(value, slots, path, label=lambda name: f"{path}.{name}"))
-            )
+            found.append(self._of(SlotsSpace(value, slots, path, label=child)))
         return tuple(found)
 
     def _of(self, space: Space) -> tuple[Any, ...]:

@@ -181,7 +181,7 @@ class ResultsSpace(Space):
     __slots__ = ("_keys",)
 
     def __init__(self, holder: Any, path: str) -> None:
-        super().__init__(holder, path, label=lambda _: f"a result of {path}")
+        super().__init__(holder, path, label=lambda path, _: f"a result of {path}")
         self._keys = [key for key, _ in results_of(holder)]
 
     def items(self) -> Items:

@@ -101,7 +101,7 @@ class TensorKeyedSpace(MappingSpace):
     def __init__(self, holder: dict[Any, Any], path: str) -> None:
         places = {id(key): place for place, key in enumerate(holder)}
         super().__init__(
-            holder, path, label=lambda key: f"{path}[key {places.get(id(key), '...')}]"
+            holder, path, label=lambda _, key: f"{path}[key {places.get(id(key), '...')}]"
         )
         self._fakes: dict[int, Any] = {}
 

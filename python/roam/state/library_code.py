@@ -228,6 +228,12 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_code(constant)
 
 
+@functools.lru_cache(maxsize=256)
+def instructions_of(code: types.CodeType) -> list[dis.Instruction]:
+    """The instructions of code, without those of the functions inside it."""
+    return list(dis.get_instructions(code))
+
+
 @functools.cache
 def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """The globals that code and the functions inside it name, in order, and every attribute that
@@ -235,7 +241,7 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """
     names: dict[str, None] = {}
     attributes: set[str] = set()
-    for instruction in chain.from_iterable(map(dis.get_instructions, nested_code(code))):
+    for instruction in chain.from_iterable(map(instructions_of, nested_code(code))):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             names[instruction.argval] = None
         elif "ATTR" in instruction.opname or "METHOD" in instruction.opname:
@@ -279,7 +285,7 @@ def asked_names(code: types.CodeType) -> frozenset[str]:
     for part in nested_code(code):
         if not _HANDLERS.isdisjoint(part.co_names):
             found |= names_of(part)[1]
-        for before, instruction in pairwise(dis.get_instructions(part)):
+        for before, instruction in pairwise(instructions_of(part)):
             if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
                 is_own = "LOAD_FAST" in before.opname and "self" in str(before.argval)
                 found.update(() if is_own else (instruction.argval,))
@@ -316,7 +322,7 @@ def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, fr
     if not _MODULES_BY_NAME.isdisjoint(code.co_names):
         found.update((text, frozenset()) for text in code.co_consts if type(text) is str)
     constants: list[object] = []
-    for instruction in dis.get_instructions(code) if _has(code, _IMPORTS) else ():
+    for instruction in instructions_of(code) if _has(code, _IMPORTS) else ():
         if instruction.opname == "IMPORT_NAME":
             level, parts = constants[-2:]
             name = "." * level + instruction.argval  # type: ignore[operator]
@@ -390,7 +396,7 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     for part in nested_code(code):
         loaded: list[str] = []  # names whose use is not known yet
         depth: int | None = None  # how many values are on the stack above the test
-        for instruction in dis.get_instructions(part):
+        for instruction in instructions_of(part):
             name = instruction.opname
             use: set[str] | None = None
             if name in _LOADS and instruction.argval in _TESTS:

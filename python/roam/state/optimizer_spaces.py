@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import MISSING, same
-from roam.state.spaces import Items, Space
+from roam.state.spaces import Items, Space, child
 
 # Entries of a group that are live numbers even if they are integers. Of all other entries only
 # floats are.
@@ -117,7 +117,7 @@ class ScalerSpace(Space):
     INITIAL: Final = ("_init_scale", "_init_growth_tracker")
 
     def __init__(self, holder: torch.amp.GradScaler, path: str) -> None:
-        super().__init__(holder, path, label=lambda key: f"{path}.{key}")
+        super().__init__(holder, path, label=child)
 
     def items(self) -> Items:
         attributes = self.holder.__dict__

@@ -138,12 +138,7 @@ class Snapshot:
         """What changed since, other than live state: guarded Python values, parameters and other
         tensors written to or changed in kind, random generators drawn from. Empty if nothing did.
         """
-        reasons = [
-            reason
-            for place, items in self._own_holders()
-            if place.guarded
-            for reason in self._changes(place, items)
-        ]
+        reasons = [reason for _, _, changes in self._changed() for reason in changes]
         reasons += [reason for state in self._tensors for reason in state.changes()]
         reasons += [
             f"{path} keeps another result with tensors"
@@ -174,9 +169,7 @@ class Snapshot:
         """
         found: list[Setting] = []
         reasons = 0
-        for place, items in self._own_holders():
-            if not place.guarded or not (changes := self._changes(place, items)):
-                continue
+        for place, items, changes in self._changed():
             reasons += len(changes)
             if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
                 found += [
@@ -194,12 +187,8 @@ class Snapshot:
         such as counters and running sums.
         """
         found = set()
-        for place, items in self._own_holders():
-            if (
-                place.guarded
-                and type(place.space).set is not Space.set
-                and self._changes(place, items)
-            ):
+        for place, items, _ in self._changed():
+            if type(place.space).set is not Space.set:
                 found |= {
                     place.space.label(key)
                     for key, old in items
@@ -218,12 +207,12 @@ class Snapshot:
             known: paths of numbers that are followed already.
         """
         followed = self.numbers() - known
-        for place, items in self._own_holders():
-            if place.guarded and self._changes(place, items):
-                for key, old in items:
-                    others: list[Any] = []
-                    if _has_other_tensors(old, place.space.get(key), others.append) and others:
-                        followed.add(place.space.label(key))
+        for place, items, _ in self._changed():
+            followed |= {
+                place.space.label(key)
+                for key, old in items
+                if _exchanged(old, place.space.get(key))
+            }
         return [reason for reason in self.moved() if place_of(reason) not in followed]
 
     def made_from_plain(self) -> set[str]:
@@ -232,9 +221,7 @@ class Snapshot:
         """
         found: set[str] = set()
         reasons = 0
-        for place, items in self._own_holders():
-            if not place.guarded or not (changes := self._changes(place, items)):
-                continue
+        for place, items, changes in self._changed():
             reasons += len(changes)
             if place.space.takes_others:
                 found |= {
@@ -249,12 +236,9 @@ class Snapshot:
         have replaced, which differ from them only by tensors.
         """
         found: list[Any] = []
-        for place, items in self._own_holders():
-            if place.guarded and self._changes(place, items):
-                for key, old in items:
-                    others: list[Any] = []
-                    if _has_other_tensors(old, place.space.get(key), others.append):
-                        found += others
+        for place, items, _ in self._changed():
+            for key, old in items:
+                found += _exchanged(old, place.space.get(key)) or ()
         return {self._paths[id(other)] for other in found if id(other) in self._paths}
 
     def grown(self) -> set[str]:
@@ -269,8 +253,11 @@ class Snapshot:
             and has_grown(place.space.holder, [value for _, value in items])
         }
 
-    def _changes(self, place: Place, items: Items) -> list[str]:
-        return _changes(place, items, self._renewed)
+    def _changed(self) -> Iterator[tuple[Place, Items, list[str]]]:
+        """What the guarded holders that have changed held, each with what `moved` says of it."""
+        for place, items in self._own_holders():
+            if place.guarded and (changes := _changes(place, items, self._renewed)):
+                yield place, items, changes
 
     def _looked_at(self) -> set[int] | None:
         """Identities of the values that the step can have got at; None if they may be all."""
@@ -586,12 +573,8 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
     for stand_in in before | after:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
-        others: list[Any] = []
-        if (
-            place.guarded
-            and _has_other_tensors(old, value, others.append)
-            and all(id(other) in renewed for other in others)
-        ):
+        others = _exchanged(old, value) if place.guarded else None
+        if others is not None and all(id(other) in renewed for other in others):
             continue  # the user may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(_difference(space.label(key), old, value))
@@ -615,28 +598,28 @@ def place_of(reason: str) -> str:
     return reason.place if isinstance(reason, Difference) else reason
 
 
-def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:
-    """Whether two values are equal except for tensors, also for tensors in tuples, lists and
-    dictionaries. `renewed` is called with each list or dictionary that holds tensors and in whose
-    place there is another one.
+def _exchanged(old: Any, value: Any) -> list[Any] | None:
+    """The lists and dictionaries that hold tensors and in whose place there is another one, of two
+    values that are equal except for tensors, also for tensors in tuples, lists and dictionaries;
+    None if the two differ in more.
     """
     if issubclass(type(old), torch.Tensor):
-        return issubclass(type(value), torch.Tensor)
-    if type(old) is not type(value) or old is value:
-        return same(old, value)
-    if type(old) in (list, dict):
+        return [] if issubclass(type(value), torch.Tensor) else None
+    is_open = type(old) is type(value) and old is not value
+    is_changeable = is_open and type(old) in (list, dict)
+    if is_changeable and any(map(_holds_tensor, entries_of(old))):
         before, after = entries_of(old), entries_of(value)
-        if not any(map(_holds_tensor, before)):
-            return False
-        renewed(old)
-    elif issubclass(type(old), tuple):
+    elif is_open and issubclass(type(old), tuple):
         before, after = list(enumerate(tuple.__iter__(old))), list(enumerate(tuple.__iter__(value)))
     else:
-        return same(old, value)
-    return len(before) == len(after) and all(
-        same(key, other) and _has_other_tensors(one, two, renewed)
-        for (key, one), (other, two) in zip(before, after, strict=True)
-    )
+        return [] if same(old, value) else None
+    found = [old] if is_changeable else []
+    for (key, one), (other, two) in zip(before, after, strict=False):
+        inner = _exchanged(one, two) if same(key, other) else None
+        if inner is None:
+            return None
+        found += inner
+    return found if len(before) == len(after) else None
 
 
 def _holds_tensor(item: tuple[Any, Any]) -> bool:

@@ -30,7 +30,9 @@ class Space:
 
     __slots__ = ("_label", "holder", "path")
 
-    def __init__(self, holder: Any, path: str, label: Callable[[Any], str] | None = None) -> None:
+    def __init__(
+        self, holder: Any, path: str, label: Callable[[str, Any], str] | None = None
+    ) -> None:
         self.holder = holder
         self.path = path
         self._label = label
@@ -76,8 +78,15 @@ class Space:
     def label(self, key: Any) -> str:
         """How a reader would write the value under `key`."""
         if self._label is not None:
-            return self._label(key)
+            return self._label(self.path, key)
         return f"{self.path}[{key!r}]" if type(key) in (str, int) else f"{self.path}[...]"
+
+
+def child(path: str, key: Any) -> str:
+    """What a module's children, parameters and buffers, and an object's attributes are called."""
+    if type(key) is not str:
+        return f"{path}[...]"
+    return f"{path}[{key}]" if key.isdigit() else f"{path}.{key}"
 
 
 def is_under(path: str, prefixes: Iterable[str]) -> bool:
