@@ -50,7 +50,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.state.arguments import Taker, argument_path, live_floats, live_integers
+from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -523,7 +523,7 @@ def _captured(
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
-    floats = live_floats(taken, args, kwargs)
+    floats = [place for place in taken.outer if type(taken.leaves[place]) is float]
     integers: Collection[int] = ()
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole

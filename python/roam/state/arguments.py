@@ -192,6 +192,8 @@ class Taken:
     """The parts of each leaf of `plain_spec` that is taken apart, by the leaf's place."""
     closed: Mapping[int, Any]
     """Containers that are leaves, by identity."""
+    outer: Collection[int]
+    """The places, among the leaves, of those that lie in no object."""
 
     def put(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves: new containers, but the same objects, with the leaves
@@ -268,9 +270,10 @@ class Taker:
         leaves, spec, tree = flattened((args, kwargs), self.closed)
         _check_attributes(tree, self.closed)
         if not self.opened:
-            return Taken(leaves, spec, spec, {}, self.closed)
+            return Taken(leaves, spec, spec, {}, self.closed, range(len(leaves)))
         leaves_and_paths, spec = flatten_with_paths((args, kwargs), closed=self.closed)
         found: list[Any] = []
+        outer: list[int] = []
         objects: dict[int, Parts] = {}
         shapes: list[Any] = []
         first: dict[int, int] = {}
@@ -281,13 +284,14 @@ class Taker:
                 parts, shape = own, own.shape
                 first[id(leaf)] = index
             else:
+                outer.append(len(found))
                 found.append(leaf)
                 shapes.append(None)
                 continue
             objects[index] = parts
             found += parts.values()
             shapes.append(shape)
-        return Taken(found, (spec, shapes), spec, objects, self.closed)
+        return Taken(found, (spec, shapes), spec, objects, self.closed, outer)
 
     def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
         """A taker for the calls after this one. It takes apart also each object in whose place the
@@ -375,17 +379,12 @@ def _leaves_and_paths(
         yield from _leaves_and_paths((*path, *keys), part, is_leaf)
 
 
-def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
-    """The places, among the leaves, of floats that are arguments or lie in containers among the
-    arguments. Floats inside objects do not count: they are compared by value.
-    """
-    return [place for place, leaf in _outside_objects(taken, args, kwargs) if type(leaf) is float]
-
-
 def live_integers(
     taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str] | None
 ) -> Collection[int]:
-    """The same for integers that have not been the same in all calls.
+    """The places, among the leaves, of integers that have not been the same in all calls, and are
+    arguments or lie in containers among the arguments. Those inside objects do not count: they are
+    compared by value.
 
     Args:
         taken, args, kwargs: of a call.
@@ -394,21 +393,9 @@ def live_integers(
     paths = taken.paths(argument_path, args, kwargs)
     return [
         place
-        for place, leaf in _outside_objects(taken, args, kwargs)
-        if type(leaf) is int and (varied is None or paths[place] in varied)
+        for place in taken.outer
+        if type(taken.leaves[place]) is int and (varied is None or paths[place] in varied)
     ]
-
-
-def _outside_objects(
-    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[int, Any]]:
-    """The leaves that lie in no object, each with its place among all leaves."""
-    place = 0
-    for index, leaf in enumerate(flattened((args, kwargs), taken.closed)[0]):
-        parts = taken.objects.get(index)
-        if parts is None:
-            yield place, leaf
-        place += 1 if parts is None else len(parts.places)
 
 
 def argument_path(path: tuple[Any, ...]) -> str:
@@ -430,7 +417,6 @@ __all__ = [
     "Taker",
     "argument_path",
     "flatten_with_paths",
-    "live_floats",
     "live_integers",
     "parts_of",
 ]

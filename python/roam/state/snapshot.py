@@ -371,13 +371,16 @@ def _holds_stand_in(value: Any, seen: set[int]) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    if issubclass(kind, tuple):
-        parts = list(tuple.__iter__(value))
-    elif issubclass(kind, frozenset):
-        parts = list(frozenset.__iter__(value))
-    else:
-        parts = [part for _, part in entries_of(value)]
+    parts = _frozen_parts(value) or [part for _, part in entries_of(value)]
     return any(_holds_stand_in(part, seen) for part in parts)
+
+
+def _frozen_parts(value: Any) -> list[Any] | None:
+    """What a tuple or frozen set holds, or a weak reference leads to; None for anything else."""
+    if issubclass(type(value), weakref.ref):
+        return [weakref.ref.__call__(value)]
+    base: Any = next((base for base in (tuple, frozenset) if issubclass(type(value), base)), None)
+    return None if base is None else list(base.__iter__(value))
 
 
 def _put(space: Space, items: Items) -> None:
@@ -396,13 +399,10 @@ def _put(space: Space, items: Items) -> None:
 
 
 def _holds_fake(value: Any, tensors: Collection[int]) -> bool:
-    kind = type(value)
-    if issubclass(kind, weakref.ref):
-        return id(weakref.ref.__call__(value)) in tensors
-    parts = next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
-    if parts is not None:
-        return any(_holds_fake(part, tensors) for part in parts.__iter__(value))
-    return id(value) in tensors
+    parts = _frozen_parts(value)
+    if parts is None:
+        return id(value) in tensors
+    return any(_holds_fake(part, tensors) for part in parts)
 
 
 def _with_tensors(space: Space, now: Items, before: Items, tensors: dict[int, Any]) -> Items:
@@ -427,21 +427,14 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     """Whether capture has put a value, with fakes, in the place of another."""
     if value is old or tensors.get(id(value)) is old:
         return True
-    kind = type(value)
-    if kind is not type(old):
+    parts, others = _frozen_parts(value), _frozen_parts(old)
+    if type(value) is not type(old) or parts is None or others is None:
         return False
-    if issubclass(kind, weakref.ref):
-        return _stands_for(weakref.ref.__call__(value), weakref.ref.__call__(old), tensors)
-    if issubclass(kind, tuple):
-        parts, others = list(tuple.__iter__(value)), list(tuple.__iter__(old))
-        return len(parts) == len(others) and all(
-            _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
-        )
-    if issubclass(kind, frozenset):
-        return {id(tensors.get(id(part), part)) for part in frozenset.__iter__(value)} == {
-            id(part) for part in frozenset.__iter__(old)
-        }
-    return False
+    if issubclass(type(value), frozenset):
+        return {id(tensors.get(id(part), part)) for part in parts} == set(map(id, others))
+    return len(parts) == len(others) and all(
+        _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
+    )
 
 
 def is_none_or_number(value: Any) -> bool:
