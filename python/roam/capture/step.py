@@ -523,7 +523,7 @@ def _captured(
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
-    floats = [place for place in taken.outer if type(taken.leaves[place]) is float]
+    floats: Collection[int] = [place for place in taken.outer if type(taken.leaves[place]) is float]
     integers: Collection[int] = ()
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole

@@ -227,7 +227,8 @@ class RenewedSpace(FrozenSpace):
     __slots__ = ()
 
     def items(self) -> Items:
-        return entries_of(self.now())
+        now = self.now()
+        return [] if issubclass(type(now), tuple) else entries_of(now)
 
     def get(self, key: Any) -> Any:
         return dict(self.items()).get(key, MISSING)
@@ -241,10 +242,14 @@ class RenewedSpace(FrozenSpace):
             space.set(name, new)
 
 
-def entries_of(container: list[Any] | dict[Any, Any]) -> Items:
-    """The entries of a list or dictionary, each with its index or key; nothing of anything else."""
+def entries_of(container: Any) -> Items:
+    """The entries of a list, tuple or dictionary, each with its index or key; nothing of anything
+    else.
+    """
     if type(container) is list:
         return list(enumerate(container))
+    if issubclass(type(container), tuple):
+        return list(enumerate(tuple.__iter__(container)))
     return list(container.items()) if type(container) is dict else []
 
 

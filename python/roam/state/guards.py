@@ -75,29 +75,19 @@ class _AnyTensor:
     """Stands for a tensor that may be replaced; its metadata is checked separately."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Form:
     """Stands for a tuple with such tensors, which another tuple may replace, or for a list or
     dictionary that the step renews.
     """
 
-    __slots__ = ("entries", "keys", "kind")
-
-    def __init__(self, kind: type, keys: list[Any], entries: list[Any]) -> None:
-        self.kind = kind
-        self.keys = keys
-        self.entries = entries
+    kind: type
+    entries: Items
 
     @classmethod
     def of(cls, value: Any, expect: Callable[[Any], Any] = lambda entry: entry) -> _Form:
         """The form of a value."""
-        keys = list(value) if type(value) is dict else []
-        entries = value.values() if type(value) is dict else _iterated(value)
-        return cls(type(value), keys, list(map(expect, entries)))
-
-
-def _iterated(value: Any) -> Iterator[Any]:
-    """The entries of a tuple or list, without its own `__iter__`."""
-    return (tuple if issubclass(type(value), tuple) else list).__iter__(value)
+        return cls(type(value), [(key, expect(part)) for key, part in entries_of(value)])
 
 
 def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
@@ -110,7 +100,7 @@ def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
         return value if _is_fixed(value) else _AnyTensor
     if id(value) in renewed or issubclass(type(value), tuple):
         form = _Form.of(value, lambda entry: _expected(entry, renewed))
-        if id(value) in renewed or any(map(_may_change, form.entries)):
+        if id(value) in renewed or any(_may_change(entry) for _, entry in form.entries):
             return form
     return value
 
@@ -120,8 +110,7 @@ def _exchanged(expected: Any, value: Any, path: str) -> Iterator[str]:
     kind: Any = type(value)
     if type(expected) is _Form:
         if expected.kind is kind:
-            parts: Any = enumerate(value) if issubclass(expected.kind, tuple) else entries_of(value)
-            for (key, part), entry in zip(parts, expected.entries, strict=False):
+            for (key, part), (_, entry) in zip(entries_of(value), expected.entries, strict=False):
                 yield from _exchanged(entry, part, f"{path}[{key!r}]")
     elif value is not expected and kind is type(expected) and not _is_cyclic(value):
         yield from _containers_in(value, path)
@@ -158,8 +147,10 @@ def _is_as_expected(expected: Any, value: Any) -> bool:
         return (
             value.kind is expected.kind
             and len(value.entries) == len(expected.entries)
-            and all(map(same, expected.keys, value.keys))
-            and all(map(_is_as_expected, expected.entries, value.entries))
+            and all(
+                same(key, other) and _is_as_expected(entry, part)
+                for (key, entry), (other, part) in zip(expected.entries, value.entries, strict=True)
+            )
         )
     return same(expected, value)
 
@@ -871,5 +862,5 @@ def _first_places(storages: list[int]) -> dict[int, int]:
 
 def _show(expected: Any) -> str:
     if type(expected) is _Form:
-        return f"({', '.join(map(_show, expected.entries))})"
+        return f"({', '.join(_show(entry) for _, entry in expected.entries)})"
     return "a tensor" if expected is _AnyTensor else show(expected)

@@ -598,15 +598,13 @@ def _exchanged(old: Any, value: Any) -> list[Any] | None:
     """
     if issubclass(type(old), torch.Tensor):
         return [] if issubclass(type(value), torch.Tensor) else None
-    is_open = type(old) is type(value) and old is not value
-    is_changeable = is_open and type(old) in (list, dict)
-    if is_changeable and any(map(_holds_tensor, entries_of(old))):
-        before, after = entries_of(old), entries_of(value)
-    elif is_open and issubclass(type(old), tuple):
-        before, after = list(enumerate(tuple.__iter__(old))), list(enumerate(tuple.__iter__(value)))
-    else:
+    if type(old) is not type(value) or old is value:
         return [] if same(old, value) else None
-    found = [old] if is_changeable else []
+    is_tuple = issubclass(type(old), tuple)
+    before, after = entries_of(old), entries_of(value)
+    if not is_tuple and not any(map(_holds_tensor, before)):
+        return [] if same(old, value) else None
+    found = [] if is_tuple else [old]
     for (key, one), (other, two) in zip(before, after, strict=False):
         inner = _exchanged(one, two) if same(key, other) else None
         if inner is None:
