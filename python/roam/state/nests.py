@@ -57,25 +57,24 @@ def leaves_of(nest: Any) -> list[Any]:
     The classes of its containers are not asked.
     """
     found: list[Any] = []
-    _collect(nest, found)
+    _collect((nest,), found)
     return found
 
 
-def _collect(nest: Any, found: list[Any]) -> None:  # no inner function, which would be a cycle
-    kind = type(nest)
-    parts: Iterable[Any]
-    if kind is tuple or kind is list:
-        parts = nest
-    elif issubclass(kind, (tuple, list)):
-        parts = (tuple if issubclass(kind, tuple) else list).__iter__(nest)
-    elif issubclass(kind, dict):
-        parts = (OrderedDict if issubclass(kind, OrderedDict) else dict).values(nest)
-    else:
-        found.append(nest)
-        return
-    for part in parts:
-        if type(part) not in PLAIN:
+def _collect(parts: Iterable[Any], found: list[Any]) -> None:
+    for part in parts:  # no call for each leaf, and no inner function, which would be a cycle
+        kind = type(part)
+        if kind in PLAIN:
+            continue
+        if kind is tuple or kind is list:
             _collect(part, found)
+        elif issubclass(kind, (tuple, list)):
+            _collect((tuple if issubclass(kind, tuple) else list).__iter__(part), found)
+        elif issubclass(kind, dict):
+            base = OrderedDict if issubclass(kind, OrderedDict) else dict
+            _collect(base.values(part), found)
+        else:
+            found.append(part)
 
 
 def copied(nest: Any) -> Any:
