@@ -28,7 +28,7 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
-from roam.capture.tracing.growing_lists import watched as watched_growing
+from roam.capture.tracing.growing_lists import ListWatch
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
@@ -50,7 +50,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.state.arguments import Taker, argument_path, live_floats, live_integers
+from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -520,7 +520,7 @@ def _captured(
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
         known.caches.update((id(cache), cache) for _, cache in reach.caches)
-    floats = live_floats(taken, args, kwargs)
+    floats: Collection[int] = [place for place in taken.outer if type(taken.leaves[place]) is float]
     integers: Collection[int] = ()
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole
@@ -708,7 +708,7 @@ def _close_shared(reach: Reach, known: Known) -> None:
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
     return [
-        (reference.path, id(reference.space.holder))  # type: ignore[attr-defined]
+        (reference.path, id(reference.space.holder))
         for reference in number_references(reach, changing)
     ]
 
@@ -1042,12 +1042,12 @@ class _Tracer:
         # Dynamo would look at what is in the lists' places.
         if sys.gettrace() is None and not self.known.regions.used().calls:
             plain = replace(self, copies_lists=True)
-            with watched_growing() as expected:
+            with ListWatch().on() as expected:
                 (one,) = plain.programs(live_arguments=live_arguments, only_first=True)
-            with watched_growing() as seen:
+            with ListWatch().on() as seen:
                 (other,) = self.programs(live_arguments=live_arguments, only_first=True)
             is_sure = (
-                not seen.gives_away
+                not seen.is_blind
                 and seen.raised == expected.raised
                 and difference(one, other) is None
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from roam.program.effects import Rebind, rebound
 from roam.program.ir import Call, ComputedGuard, Joined, Program, Ref, substitute
 from roam.state.equality import same
 from roam.state.messages import BLANK
+from roam.state.nests import alike
 from roam.state.references import ArgumentReference
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -153,23 +155,13 @@ def _is_equal(one: Call, two: Call) -> bool:
     return (
         one.target is two.target
         and one.outputs == two.outputs
-        and _is_same_nest(one.args, two.args)
-        and _is_same_nest(one.kwargs, two.kwargs)
+        and alike((one.args, one.kwargs), (two.args, two.kwargs), _is_same_leaf)
         and _besides_arguments(one) == _besides_arguments(two)
     )
 
 
-def _is_same_nest(one: Any, two: Any) -> bool:
-    if one is two:
-        return True
-    kind = type(one)
-    if kind is not type(two):
-        return False
-    if kind is tuple or kind is list:
-        return len(one) == len(two) and all(map(_is_same_nest, one, two))
-    if kind is dict:
-        return list(one) == list(two) and all(map(_is_same_nest, one.values(), two.values()))
-    return bool(one == two) if kind is Ref else same(one, two)
+def _is_same_leaf(one: Any, two: Any) -> bool:
+    return one is two or bool(one == two if type(one) is Ref else same(one, two))
 
 
 def _histories(program: Program) -> list[Any]:
@@ -277,22 +269,14 @@ def _is_resized(
     """Whether two nests are equal except for sizes. A number may be a multiple of a pair in
     `sizes`, but has to be exactly a pair in `made`.
     """
-    kind = type(known)
-    if kind is not type(value):
-        return False
-    if kind is Ref:
-        return bool(known == value)
-    if kind is tuple or kind is list or kind is torch.Size:
-        return len(known) == len(value) and all(
-            _is_resized(*pair, sizes, made) for pair in zip(known, value, strict=True)
-        )
-    if kind is dict or kind is OrderedDict:
-        return known.keys() == value.keys() and all(
-            _is_resized(known[key], value[key], sizes, made) for key in value
-        )
-    return same(known, value) or (
-        kind is int and ((known, value) in made or _follows(known, value, sizes))
-    )
+
+    def are_alike(old: Any, new: Any) -> bool:
+        kind = type(old)
+        if kind is Ref or kind is not type(new):
+            return kind is type(new) and bool(old == new)
+        return same(old, new) or (kind is int and ((old, new) in made or _follows(old, new, sizes)))
+
+    return alike(known, value, are_alike, (tuple, list, torch.Size, dict, OrderedDict))
 
 
 def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
@@ -396,6 +380,7 @@ def agrees(live: Program, plain: Program) -> bool:
         for program in (live, plain)
     )
     literals, place = set(), 0
+    fits = functools.partial(_fits, live)
     for other in others:
         end = _tensor_of_numbers(live, kernels, place)
         if end is not None and (slot := _literal(plain, other)) is not None:
@@ -409,14 +394,14 @@ def agrees(live: Program, plain: Program) -> bool:
         # PyTorch leaves out numbers that are the defaults.
         left_out = schema_of(other.target).arguments[len(other.args) : len(one.args)]
         plain_args = (*other.args, *(argument.default_value for argument in left_out))
-        if one.target is not other.target or not _fits(
-            live, (one.args, one.kwargs), (plain_args, other.kwargs)
+        if one.target is not other.target or not alike(
+            (one.args, one.kwargs), (plain_args, other.kwargs), fits
         ):
             return False
     constants = [constant for constant in plain.constants if constant[1] not in literals]
     return (
         place == len(kernels)
-        and _fits(live, _without_messages(live), _without_messages(plain))
+        and alike(_without_messages(live), _without_messages(plain), fits)
         and len(live.result.messages) == len(plain.result.messages)
         and all(map(_fits_text, live.result.messages, plain.result.messages))
         and _same_constants(live.constants, constants)
@@ -473,16 +458,6 @@ def _fits(program: Program, value: Any, plain: Any) -> bool:
         return isinstance(plain, Ref) or (
             program.slots[value.slot] is None
             and (type(plain) is int or isinstance(plain, float))  # one of NumPy's is a float too
-        )
-    if type(value) is not type(plain):
-        return False
-    if isinstance(value, (tuple, list)):
-        return len(value) == len(plain) and all(
-            _fits(program, *pair) for pair in zip(value, plain, strict=True)
-        )
-    if isinstance(value, dict):
-        return value.keys() == plain.keys() and all(
-            _fits(program, value[key], plain[key]) for key in value
         )
     return same(value, plain)
 

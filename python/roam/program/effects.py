@@ -16,12 +16,8 @@ from roam.errors import ExecutionError
 from roam.program.ir import History, Joined, Program, Ref
 from roam.state.equality import MISSING, show
 from roam.state.freed_gradients import lacks, note_freed, note_reset
-from roam.state.references import (
-    ArgumentReference,
-    GradientReference,
-    OptimizerReference,
-    Skeleton,
-)
+from roam.state.nests import copied
+from roam.state.references import ArgumentReference, GradientReference, OptimizerReference
 from roam.torch_compat.private import is_view, set_step_called
 
 VIEW: Final = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
@@ -148,8 +144,8 @@ class Drop(_AtPlace):
 @dataclass(frozen=True, slots=True, eq=False)
 class SetPlain(Effect):
     """What an optimizer's state, rates and overwritten attributes are after the step, where that is
-    neither tensor nor live number. For a nest with tensors in it, the value is a `Skeleton` whose
-    entries are rebound.
+    neither tensor nor live number; or a nest with None in the places of tensors and live numbers,
+    which are rebound.
     """
 
     what = "plain values left behind"
@@ -159,20 +155,16 @@ class SetPlain(Effect):
     value: Any
 
     def key(self) -> Any:
-        return self.reference.path, self._nest()
+        return self.reference.path, self.value
 
     def unlike(self, other: SetPlain) -> str:
         path = self.reference.path
         if path != other.reference.path:
             return "they left plain values in different places"
-        return f"they left {show(self._nest())} and {show(other._nest())} at {path}"
+        return f"they left {show(self.value)} and {show(other.value)} at {path}"
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        value = self.value
-        self.reference.set(value.build() if isinstance(value, Skeleton) else value)
-
-    def _nest(self) -> Any:
-        return self.value.nest if isinstance(self.value, Skeleton) else self.value
+        self.reference.set(copied(self.value))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ from roam.errors import UNKNOWN_LINE
 from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
+from roam.state.nests import leaves_of
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload, schema_of
 
 if TYPE_CHECKING:
@@ -178,10 +179,7 @@ class Call:
             and known[3] == self.skip_if
         ):
             return known[4]
-        found: list[int] = []
-        _collect(self.args, found)
-        if self.kwargs:
-            _collect(self.kwargs, found)
+        found = refs((self.args, self.kwargs) if self.kwargs else self.args)
         found += [slot for slot in (self.state, self.skip_if) if slot is not None]
         self._known_refs = self.args, self.kwargs, self.state, self.skip_if, tuple(found)
         return self._known_refs[4]
@@ -551,26 +549,7 @@ def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def refs(value: Any) -> list[int]:
     """Slots of every `Ref` in a nest of tuples, lists and dicts."""
-    found: list[int] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[int]) -> None:
-    kind = type(value)
-    if kind is Ref:
-        found.append(value.slot)
-    elif kind is dict:
-        for item in value.values():
-            _collect(item, found)
-    elif kind is tuple or kind is list:
-        for item in value:
-            # Most are slots and plain values, which need no call of their own.
-            kind = type(item)
-            if kind is Ref:
-                found.append(item.slot)
-            elif kind in _HOLDERS:
-                _collect(item, found)
+    return [leaf.slot for leaf in leaves_of(value) if type(leaf) is Ref]
 
 
 _HOLDERS = frozenset({Ref, dict, tuple, list})

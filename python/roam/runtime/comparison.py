@@ -26,10 +26,10 @@ from roam.state.containers import MappingSpace
 from roam.state.discovery import reach_of
 from roam.state.equality import MISSING, is_numpy_array, is_plain, same, show
 from roam.state.global_flags import Switches
+from roam.state.nests import flattened
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
 from roam.state.reach import Reach
 from roam.state.snapshot import Snapshot, random_sources
-from roam.state.user_dicts import opened
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, c_pointer, local_of, pytree
 
@@ -283,7 +283,7 @@ class _Trial:
         """What a function returns, and the arguments: each call has lists and dictionaries of its
         own, since it may change them.
         """
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, opened((self.args, self.kwargs)))
+        args, kwargs = pytree.tree_unflatten(*flattened((self.args, self.kwargs))[:2])
         return function(*args, **kwargs), (args, kwargs)
 
     def _different(

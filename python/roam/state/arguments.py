@@ -24,10 +24,9 @@ from roam.state.classes import HEAP_TYPE, dictionary_of, flags_of, mro_of
 from roam.state.containers import FrozenSpace, MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
-from roam.state.lost_attributes import lost_attribute
 from roam.state.namespaces import SlotsSpace, slots_of
-from roam.state.spaces import Place, Space
-from roam.state.user_dicts import flattened, leaves_at, opened
+from roam.state.nests import flattened, leaves_at, lost_attribute, with_dicts_opened
+from roam.state.spaces import Place, Space, child
 from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
 
@@ -144,27 +143,22 @@ class Parts:
         self.objects.append(value)
         kind = type(value)
         if kind in _DICTIONARIES:
-            shown = _keys_of(path)
             return (
                 kind,
                 getattr(value, "default_factory", None),
-                self._of(MappingSpace(value, path, label=shown)),
+                self._of(MappingSpace(value, path)),
             )
         if kind is list:
-            return kind, self._of(SequenceSpace(value, path, label=_keys_of(path)))
+            return kind, self._of(SequenceSpace(value, path))
         if issubclass(type(value), tuple):
             places = [] if place is None else [place]
-            return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
+            return kind, self._of(FrozenSpace(value, path, places))
         found: list[Any] = [kind]
         attributes = attributes_of(value)
         if type(attributes) is dict:
-            found.append(
-                self._of(MappingSpace(attributes, path, label=lambda name: f"{path}.{name}"))
-            )
+            found.append(self._of(MappingSpace(attributes, path, label=child)))
         if slots := slots_of(kind):
-            found.append(
-                self._of(SlotsSpace(value, slots, path, label=lambda name: f"{path}.{name}"))
-            )
+            found.append(self._of(SlotsSpace(value, slots, path, label=child)))
         return tuple(found)
 
     def _of(self, space: Space) -> tuple[Any, ...]:
@@ -173,10 +167,6 @@ class Parts:
             (key, self._entered(value, space.label(key), (space, key)))
             for key, value in space.items()
         )
-
-
-def _keys_of(path: str) -> Callable[[Any], str]:
-    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
 
 
 def parts_of(value: Any, path: str = "") -> Parts | None:
@@ -202,6 +192,8 @@ class Taken:
     """The parts of each leaf of `plain_spec` that is taken apart, by the leaf's place."""
     closed: Mapping[int, Any]
     """Containers that are leaves, by identity."""
+    outer: Collection[int]
+    """The places, among the leaves, of those that lie in no object."""
 
     def put(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves: new containers, but the same objects, with the leaves
@@ -278,9 +270,10 @@ class Taker:
         leaves, spec, tree = flattened((args, kwargs), self.closed)
         _check_attributes(tree, self.closed)
         if not self.opened:
-            return Taken(leaves, spec, spec, {}, self.closed)
+            return Taken(leaves, spec, spec, {}, self.closed, range(len(leaves)))
         leaves_and_paths, spec = flatten_with_paths((args, kwargs), closed=self.closed)
         found: list[Any] = []
+        outer: list[int] = []
         objects: dict[int, Parts] = {}
         shapes: list[Any] = []
         first: dict[int, int] = {}
@@ -291,13 +284,14 @@ class Taker:
                 parts, shape = own, own.shape
                 first[id(leaf)] = index
             else:
+                outer.append(len(found))
                 found.append(leaf)
                 shapes.append(None)
                 continue
             objects[index] = parts
             found += parts.values()
             shapes.append(shape)
-        return Taken(found, (spec, shapes), spec, objects, self.closed)
+        return Taken(found, (spec, shapes), spec, objects, self.closed, outer)
 
     def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
         """A taker for the calls after this one. It takes apart also each object in whose place the
@@ -361,7 +355,7 @@ def flatten_with_paths(
     a function that names its parts: their parts are numbered. Objects of `collections.UserDict` are
     nodes too, and what is `closed` is a leaf.
     """
-    tree = opened(tree, closed)
+    tree = with_dicts_opened(tree, closed)
     is_leaf = leaves_at(closed) if is_leaf is None else is_leaf
     try:
         return pytree.tree_flatten_with_path(tree, is_leaf)
@@ -385,17 +379,12 @@ def _leaves_and_paths(
         yield from _leaves_and_paths((*path, *keys), part, is_leaf)
 
 
-def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
-    """The places, among the leaves, of floats that are arguments or lie in containers among the
-    arguments. Floats inside objects do not count: they are compared by value.
-    """
-    return [place for place, leaf in _outside_objects(taken, args, kwargs) if type(leaf) is float]
-
-
 def live_integers(
     taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str] | None
 ) -> Collection[int]:
-    """The same for integers that have not been the same in all calls.
+    """The places, among the leaves, of integers that have not been the same in all calls, and are
+    arguments or lie in containers among the arguments. Those inside objects do not count: they are
+    compared by value.
 
     Args:
         taken, args, kwargs: of a call.
@@ -404,21 +393,9 @@ def live_integers(
     paths = taken.paths(argument_path, args, kwargs)
     return [
         place
-        for place, leaf in _outside_objects(taken, args, kwargs)
-        if type(leaf) is int and (varied is None or paths[place] in varied)
+        for place in taken.outer
+        if type(taken.leaves[place]) is int and (varied is None or paths[place] in varied)
     ]
-
-
-def _outside_objects(
-    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[int, Any]]:
-    """The leaves that lie in no object, each with its place among all leaves."""
-    place = 0
-    for index, leaf in enumerate(flattened((args, kwargs), taken.closed)[0]):
-        parts = taken.objects.get(index)
-        if parts is None:
-            yield place, leaf
-        place += 1 if parts is None else len(parts.places)
 
 
 def argument_path(path: tuple[Any, ...]) -> str:
@@ -440,7 +417,6 @@ __all__ = [
     "Taker",
     "argument_path",
     "flatten_with_paths",
-    "live_floats",
     "live_integers",
     "parts_of",
 ]

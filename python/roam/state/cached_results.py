@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, Misfit, is_plain, same
+from roam.state.equality import MISSING, Misfit, is_plain, same, same_elements
+from roam.state.nests import alike
 from roam.state.spaces import Items, Space
 
 _CACHE: Any = functools._lru_cache_wrapper
@@ -177,11 +178,10 @@ class ResultsSpace(Space):
     would read the old tensors.
     """
 
-    __slots__ = ("_keys", "holder")
+    __slots__ = ("_keys",)
 
     def __init__(self, holder: Any, path: str) -> None:
-        super().__init__(path, label=lambda _: f"a result of {path}")
-        self.holder = holder
+        super().__init__(holder, path, label=lambda path, _: f"a result of {path}")
         self._keys = [key for key, _ in results_of(holder)]
 
     def items(self) -> Items:
@@ -191,22 +191,16 @@ class ResultsSpace(Space):
     def is_live(self, key: Any, old: Any, value: Any) -> bool:
         if value is MISSING:
             return _is_free_of_tensors(old)
-        return _have_same_contents(old, value)
+        return alike(old, value, _have_same_contents)
 
     def put(self, items: Items) -> None:
         pass  # a snapshot makes the function forget what is new
 
 
 def _have_same_contents(one: Any, other: Any) -> bool:
-    """Whether two values are the same, or containers of such."""
-    if same(one, other):
-        return True
-    kind = type(one)
-    if kind is not type(other) or kind not in (list, tuple, dict, set) or len(one) != len(other):
-        return False
-    if kind is dict:
-        one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
-    return all(map(_have_same_contents, one, other))
+    """Whether two values are the same, or sets of the same."""
+    is_set = type(one) is type(other) is set
+    return same_elements(one, other) if is_set else same(one, other)
 
 
 class Results:

@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from roam.state.containers import MappingSpace, SequenceSpace
 from roam.state.equality import Misfit, attributes_of, is_plain, same
-from roam.state.lost_attributes import loses_attributes
+from roam.state.nests import fault_of, is_user_dict, level, may_be_opened, visit
 from roam.state.spaces import Items, Space
-from roam.state.user_dicts import is_user_dict, may_be_opened, visit
 from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
@@ -139,14 +138,13 @@ class _Naming:
             return Given(path)
         if id(value) in self._others:
             return self._others[id(value)][1]
-        if pytree.tree_is_leaf(value):
+        if (taken := level(value)) is None:
             return value
         if id(value) not in self._made:
-            own = id(value)  # pytree keeps the function, and what it holds, until a collection
-            parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
+            parts, spec = taken
             named = list(map(self.named, parts))
             # What would lose attributes stays too, and is refused where results are looked at.
-            stays = all(map(operator.is_, named, parts)) or loses_attributes(value, parts, spec)
+            stays = all(map(operator.is_, named, parts)) or fault_of(value, parts, spec)
             self._made[id(value)] = value, value if stays else pytree.tree_unflatten(named, spec)
         return self._made[id(value)][1]
 

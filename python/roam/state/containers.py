@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import sys
-import types
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -19,11 +18,7 @@ from roam.state.spaces import Items, Place, Space
 class MappingSpace(Space):
     """A dictionary of any kind: a user's, an object's attributes, a module's parameters."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: dict[Any, Any], path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         kind = OrderedDict if issubclass(type(self.holder), OrderedDict) else dict
@@ -67,11 +62,7 @@ class ProxySpace(Space):
     step can write to it.
     """
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: types.MappingProxyType[Any, Any], path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return list(self.holder.items())
@@ -83,11 +74,7 @@ class ProxySpace(Space):
 class BytesSpace(Space):
     """A `bytearray`, or an array of Python's own."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: bytearray | array[Any], path: str) -> None:
-        super().__init__(path)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return [("", memoryview(self.holder).tobytes())]
@@ -114,7 +101,7 @@ class TensorKeyedSpace(MappingSpace):
     def __init__(self, holder: dict[Any, Any], path: str) -> None:
         places = {id(key): place for place, key in enumerate(holder)}
         super().__init__(
-            holder, path, label=lambda key: f"{path}[key {places.get(id(key), '...')}]"
+            holder, path, label=lambda _, key: f"{path}[key {places.get(id(key), '...')}]"
         )
         self._fakes: dict[int, Any] = {}
 
@@ -141,13 +128,7 @@ class TensorKeyedSpace(MappingSpace):
 class SequenceSpace(Space):
     """A list, a deque, or (read only) a tuple."""
 
-    __slots__ = ("holder",)
-
-    def __init__(
-        self, holder: list[Any] | deque[Any] | tuple[Any, ...], path: str, **options: Any
-    ) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     @property
     def is_immutable(self) -> bool:
@@ -180,7 +161,7 @@ class FrozenSpace(Space):
     places that hold this one.
     """
 
-    __slots__ = ("holder", "places")
+    __slots__ = ("places",)
 
     def __init__(
         self,
@@ -190,8 +171,7 @@ class FrozenSpace(Space):
         **options: Any,
     ) -> None:
         """`places`: all places that hold it; more may come."""
-        super().__init__(path, **options)
-        self.holder = holder
+        super().__init__(holder, path, **options)
         self.places = places
 
     @property
@@ -247,7 +227,8 @@ class RenewedSpace(FrozenSpace):
     __slots__ = ()
 
     def items(self) -> Items:
-        return entries_of(self.now())
+        now = self.now()
+        return [] if issubclass(type(now), tuple) else entries_of(now)
 
     def get(self, key: Any) -> Any:
         return dict(self.items()).get(key, MISSING)
@@ -261,10 +242,14 @@ class RenewedSpace(FrozenSpace):
             space.set(name, new)
 
 
-def entries_of(container: list[Any] | dict[Any, Any]) -> Items:
-    """The entries of a list or dictionary, each with its index or key; nothing of anything else."""
+def entries_of(container: Any) -> Items:
+    """The entries of a list, tuple or dictionary, each with its index or key; nothing of anything
+    else.
+    """
     if type(container) is list:
         return list(enumerate(container))
+    if issubclass(type(container), tuple):
+        return list(enumerate(tuple.__iter__(container)))
     return list(container.items()) if type(container) is dict else []
 
 
@@ -277,11 +262,10 @@ class SetSpace(Space):
     one is there, until `put`.
     """
 
-    __slots__ = ("_others", "holder")
+    __slots__ = ("_others",)
 
     def __init__(self, holder: set[Any], path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+        super().__init__(holder, path, **options)
         self._others: dict[int, Any] = {}
 
     def items(self) -> Items:
@@ -328,11 +312,7 @@ class SetSpace(Space):
 class FactorySpace(Space):
     """What a `defaultdict` calls for an entry that is not there."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: defaultdict[Any, Any], path: str) -> None:
-        super().__init__(path, label=lambda key: f"{path}.{key}")
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return [("default_factory", self.holder.default_factory)]
@@ -340,15 +320,14 @@ class FactorySpace(Space):
     def put(self, items: Items) -> None:
         self.holder.default_factory = items[0][1]
 
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
 
 class ObjectArraySpace(Space):
     """The elements of a NumPy array of Python objects."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: Any, path: str) -> None:
-        super().__init__(path)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return [("shape", self.holder.shape), *enumerate(self.holder.flat)]
@@ -380,11 +359,7 @@ def memory_of(array: Any) -> range:
 class ArraySpace(Space):
     """The shape, dtype and bytes of a NumPy array."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: Any, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return [

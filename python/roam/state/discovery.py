@@ -91,11 +91,11 @@ from roam.state.namespaces import (
     VariableSpace,
     slots_of,
 )
+from roam.state.nests import is_user_dict, may_be_opened, visit
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
-from roam.state.spaces import Space
-from roam.state.user_dicts import is_user_dict, may_be_opened, visit
+from roam.state.spaces import Space, child
 from roam.torch_compat.private import (
     HOOKS,
     OPERATORS,
@@ -143,19 +143,8 @@ _ITEMS: Final[type] = type({}.items())
 _RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
 
 
-def _index(path: str) -> Callable[[Any], str]:
-    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
-
-
-def _child(path: str) -> Callable[[Any], str]:
-    """Names of a module's children, parameters and buffers, and of an object's attributes."""
-
-    def label(key: Any) -> str:
-        if type(key) is not str:
-            return f"{path}[...]"
-        return f"{path}[{key}]" if key.isdigit() else f"{path}.{key}"
-
-    return label
+def _element(path: str, key: Any) -> str:
+    return f"{path}{{...}}"
 
 
 def reach_of(
@@ -293,7 +282,7 @@ class _Walk:
         """The lists, dictionaries, and the like among the arguments that guarded state holds
         too.
         """
-        held = {id(getattr(place.space, "holder", None)) for place in self.reach.places if place.guarded}  # fmt: skip
+        held = {id(place.space.holder) for place in self.reach.places if place.guarded}  # fmt: skip
         return [
             node
             for node in self.given.values()
@@ -308,7 +297,7 @@ class _Walk:
         if not self.grown:
             return
         guarded = {id(place.space) for place in self.reach.places if place.guarded}
-        entered = {id(getattr(place.space, "holder", None)) for place in self.reach.places}
+        entered = {id(place.space.holder) for place in self.reach.places}
         for path, container in self.grown:
             places = self.frozen[id(container)]
             takes_others = all(
@@ -360,12 +349,10 @@ class _Walk:
                 return False
             self.given[id(node)] = node
             if is_opened:
-                self._place(
-                    MappingSpace(attributes_of(node), name, label=_child(name)), guarded=False
-                )
+                self._place(MappingSpace(attributes_of(node), name, label=child), guarded=False)
             elif issubclass(type(node), (dict, list, deque)):
                 space = MappingSpace if issubclass(type(node), dict) else SequenceSpace
-                self._place(space(node, name, label=_index(name)), guarded=False)
+                self._place(space(node, name), guarded=False)
             if issubclass(type(node), defaultdict) and node.default_factory is not None:
                 self._enqueue(node.default_factory, f"{name}.default_factory")
             self._class_of(node)
@@ -505,9 +492,7 @@ class _Walk:
                 and not issubclass(type(value), FakeTensor)
                 and self._is_new(value.__dict__)
             ):
-                self._fill(
-                    MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key)))
-                )
+                self._fill(MappingSpace(value.__dict__, space.label(key), label=child))
             self._hooks(value, space.label(key))
 
     def _hooks(self, tensor: torch.Tensor, path: str) -> None:
@@ -531,7 +516,7 @@ class _Walk:
         if kind in KINDS and path in self.growing:
             self.grown.append((path, value))
         elif kind in (list, dict) and path in self.renewed:
-            self._fill(RenewedSpace(value, path, self.frozen[id(value)], label=_index(path)))
+            self._fill(RenewedSpace(value, path, self.frozen[id(value)]))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
@@ -581,7 +566,7 @@ class _Walk:
             if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
                 self._fill(TensorKeyedSpace(value, path))
             else:
-                self._fill(MappingSpace(value, path, label=_index(path)))
+                self._fill(MappingSpace(value, path))
             for key in dict.__iter__(value):
                 if not issubclass(type(key), torch.Tensor):
                     self._enqueue(key, f"{path}.keys()")
@@ -600,22 +585,8 @@ class _Walk:
                     "capture have other identities; keep it in an ordinary dictionary",
                     code="identity",
                 )
-        elif issubclass(kind, (list, deque)):
-            self._fill(SequenceSpace(value, path, label=_index(path)))
-            self._attributes(value, path)
-            self._class_of_kind(kind)
-        elif issubclass(kind, tuple):
-            self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=_index(path)))
-            self._attributes(value, path)
-            self._class_of_kind(kind)
-        elif issubclass(kind, frozenset):
-            self._fill(
-                FrozenSpace(value, path, self.frozen[id(value)], label=lambda key: f"{path}{{...}}")
-            )
-            self._attributes(value, path)
-            self._class_of_kind(kind)
-        elif issubclass(kind, set):
-            self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
+        elif issubclass(kind, (list, deque, tuple, frozenset, set)):
+            self._fill(self._container(value, path))
             self._attributes(value, path)
             self._class_of_kind(kind)
         elif is_numpy_array(value):
@@ -643,7 +614,7 @@ class _Walk:
         elif kind in (_KEYS, _VALUES, _ITEMS):
             self._enqueue(value.mapping, f"{path}.mapping")
         elif issubclass(kind, threading.local):
-            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+            self._fill(MappingSpace(value.__dict__, path, label=child))
             self._class_of_kind(kind)
         elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._enqueue(value.__self__, f"{path}.__self__")
@@ -668,7 +639,7 @@ class _Walk:
             self._enqueue(value.__wrapped__, path)
             self._by_name(value, path)
         elif kind in (types.MappingProxyType, contextvars.Context):
-            self._fill(ProxySpace(value, path, label=_index(path)))
+            self._fill(ProxySpace(value, path))
         elif _is_iterator(kind):
             self._list(self.reach.iterators, value, path)
         # PyTorch asks a class for its name here, which a metaclass may answer by code of its own.
@@ -693,6 +664,14 @@ class _Walk:
             elif type(attributes_of(value)) is dict and not is_watcher(kind):
                 self._by_name(value, path)
 
+    def _container(self, value: Any, path: str) -> Space:
+        if issubclass(type(value), (list, deque)):
+            return SequenceSpace(value, path)
+        if issubclass(type(value), set):
+            return SetSpace(value, path, label=_element)
+        label = None if issubclass(type(value), tuple) else _element
+        return FrozenSpace(value, path, self.frozen[id(value)], label=label)
+
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self._list(self.reach.modules, module, path)
         holders = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "loose"}
@@ -706,7 +685,7 @@ class _Walk:
             self._link(holder)
             if not self._is_new(holder):
                 continue
-            space = MappingSpace(holder, path, label=_child(path))
+            space = MappingSpace(holder, path, label=child)
             with self._in(None if self.holder is None else holder):
                 if name != "_modules" or key is None or self.reads.has((key, name)):
                     self._fill(space, kind)  # type: ignore[arg-type]
@@ -715,7 +694,7 @@ class _Walk:
         if self.is_guarding:
             self.reach.objects.append((path, module))
         if issubclass(type(module), torch.nn.RNNBase):
-            self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
+            self._fill(RecurrentSpace(attributes, path, label=child), owner=key)
         else:
             if (remade := remade_attributes(module)) and names is None:
                 names = attributes.keys() - remade
@@ -728,10 +707,10 @@ class _Walk:
         """
         self._place(space)
         outer = self.edge
-        for name, child in space.items():
+        for name, module in space.items():
             self.edge = self.needed = (key, name)
             if (names is None or name in names) and not self.reads.is_deferred(self.edge):
-                self._enqueue(child, space.label(name))
+                self._enqueue(module, space.label(name))
         self.edge, self.needed = outer, None
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
@@ -740,20 +719,18 @@ class _Walk:
         seen = OptimizerSpace(optimizer, path)
         self._place(seen, guarded=True)
         attributes = optimizer.__dict__
-        held = MappingSpace(attributes, path, label=_child(path))
+        held = MappingSpace(attributes, path, label=child)
         self._place(held, guarded=False)
         for name, value in attributes.items():
             if name == "defaults" and not any(map(torch.is_tensor, value.values())):
                 # `load_state_dict` adds entries, so only those of now are guarded. If there are
                 # tensors among the defaults, the groups hold them.
                 where = f"{path}.defaults"
-                self._fill(NamesSpace(value, sorted(value), where, label=_index(where)))
+                self._fill(NamesSpace(value, sorted(value), where))
             elif name not in ("state", "param_groups", "defaults"):
                 self._enqueue(value, f"{path}.{name}", (held, name))
         groups = f"{path}.param_groups"
-        self._place(
-            SequenceSpace(optimizer.param_groups, groups, label=_index(groups)), guarded=False
-        )
+        self._place(SequenceSpace(optimizer.param_groups, groups), guarded=False)
         paths = {
             id(slot.tensor): slot.path
             for slot in reversed(self.reach.slots)
@@ -761,7 +738,7 @@ class _Walk:
         }
         for number, group in enumerate(optimizer.param_groups):
             where = f"{groups}[{number}]"
-            self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
+            self._place(MappingSpace(group, where), guarded=False)
             for key, value in group.items():
                 if issubclass(type(value), torch.Tensor):
                     self._tensor(value, seen, (number, key), "group")
@@ -773,24 +750,20 @@ class _Walk:
                     self._enqueue(value, seen.label((number, key)))
             parameters = f"{where}['params']"
             if isinstance(group["params"], list) and self._is_new(group["params"]):
-                self._fill(
-                    SequenceSpace(group["params"], parameters, label=_index(parameters)),
-                    "group",
-                    guarded=False,
-                )
+                self._fill(SequenceSpace(group["params"], parameters), "group", guarded=False)
         self._state(optimizer.state, f"{path}.state", paths)
         if type(optimizer).__module__ and not is_library(type(optimizer).__module__):
             self._enqueue(type(optimizer), type(optimizer).__qualname__)
 
     def _state(self, state: dict[Any, Any], path: str, paths: dict[int, str]) -> None:
-        def label(key: Any) -> str:
-            return f"{path}[{paths.get(id(key), '...')}]"
-
-        self._place(MappingSpace(state, path, label=label), guarded=False)
+        space = MappingSpace(
+            state, path, label=lambda path, key: f"{path}[{paths.get(id(key), '...')}]"
+        )
+        self._place(space, guarded=False)
         # What belongs to no parameter may not change from step to step.
         others = [key for key in state if not issubclass(type(key), torch.Tensor)]
         if others:
-            self._fill(NamesSpace(state, others, path, label=_index(path)))
+            self._fill(NamesSpace(state, others, path))
         for key, entry in state.items():
             if not issubclass(type(key), torch.Tensor):
                 continue
@@ -800,8 +773,8 @@ class _Walk:
                 ]
                 for name, value in nested:
                     self._link(value)
-                    self.guarded.append((value, f"{label(key)}[{name!r}]", self.edge))
-                self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
+                    self.guarded.append((value, f"{space.label(key)}[{name!r}]", self.edge))
+                self._fill_live(MappingSpace(entry, space.label(key)), "state")
 
     def _fill_live(self, space: Space, kind: TensorKind) -> None:
         was, self.is_guarding = self.is_guarding, False
@@ -813,7 +786,7 @@ class _Walk:
         entered as an optimizer.
         """
         attributes = value.__dict__
-        self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
+        self._fill_live(MappingSpace(attributes, path, label=child), "state")
         for name, part in attributes.items():
             if issubclass(type(part), torch.optim.Optimizer):
                 self.guarded.append((part, f"{path}.{name}", self.edge))
@@ -831,17 +804,13 @@ class _Walk:
         else:
             read = names
         guarded = sorted(set(read) - {*SCHEDULER_COUNTERS, "step", "optimizer"})
-        self._fill(
-            AttributesSpace(attributes, guarded, path, label=_child(path)), guarded=True, owner=key
-        )
+        self._fill(AttributesSpace(attributes, guarded, path, label=child), guarded=True, owner=key)
 
     def _partial(
         self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]
     ) -> None:
         self._fill(PartialSpace(value, path))
-        self._fill(
-            MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords"))
-        )
+        self._fill(MappingSpace(value.keywords, f"{path}.keywords"))
         self._dictionary(value, path)
         enter(value.func)
 
@@ -855,12 +824,12 @@ class _Walk:
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         if not is_plain(defaults):
             self._fill(
-                DefaultsSpace(function, path, label=lambda index: f"default {names[index]}{of}")
+                DefaultsSpace(function, path, label=lambda _, index: f"default {names[index]}{of}")
             )
         if function.__kwdefaults__:
             self._fill(
                 MappingSpace(
-                    function.__kwdefaults__, path, label=lambda name: f"default {name}{of}"
+                    function.__kwdefaults__, path, label=lambda _, name: f"default {name}{of}"
                 )
             )
         for space in _cells(function, of):
@@ -884,7 +853,7 @@ class _Walk:
         attributes = attributes_of(value)
         if type(attributes) is dict and self._is_new(attributes):
             with self._in(None):
-                self._fill(MappingSpace(attributes, path, label=_child(path)))
+                self._fill(MappingSpace(attributes, path, label=child))
 
     def _tensors_closed_over(self, function: types.FunctionType) -> None:
         """A library's hook may close over a tensor, such as a mask for a gradient."""
@@ -913,7 +882,10 @@ class _Walk:
             prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
             self._fill(
                 NamesSpace(
-                    holder, names, f"global {prefix}", label=lambda name: f"global {prefix}{name}"
+                    holder,
+                    names,
+                    f"global {prefix}",
+                    label=lambda _, name: f"global {prefix}{name}",
                 )
             )
         for name in names:
@@ -922,12 +894,12 @@ class _Walk:
         # A module that the step imports first stays imported.
         known = [name for name in imports if name in sys.modules]
         if known:
-            self._fill(NamesSpace(sys.modules, known, "sys.modules", label=_index("sys.modules")))
+            self._fill(NamesSpace(sys.modules, known, "sys.modules"))
         for name in known:
             self._user_module(sys.modules[name], name, attributes | imports[name])
         added = [name for name in names if name not in holder and is_added_builtin(name)]
         if added:
-            self._fill(NamesSpace(vars(builtins), added, "builtins", label=_child("builtins")))
+            self._fill(NamesSpace(vars(builtins), added, "builtins", label=child))
 
     def _enter_modules(self) -> bool:
         """Enters modules that the user wrote, and that his objects hold, by the names that his code
@@ -963,9 +935,9 @@ class _Walk:
                 names = sorted({*names, *plain})
             entered.update(names)
             if names and is_class:
-                self._fill(ClassNamesSpace(holder, names, path, label=_child(path)))
+                self._fill(ClassNamesSpace(holder, names, path, label=child))
             elif names:
-                self._fill(AttributesSpace(held, names, path, label=_child(path)))
+                self._fill(AttributesSpace(held, names, path, label=child))
 
     def _by_name(self, holder: Any, path: str, *, is_users: bool = False) -> set[str]:
         """Has attributes entered by name. Returns the names by which they have been so far."""
@@ -1015,7 +987,7 @@ class _Walk:
         entered = self._by_name(module, path, is_users=True)
         if names := sorted(attributes - entered):
             entered.update(names)
-            self._fill(AttributesSpace(held, names, path, label=_child(path)))
+            self._fill(AttributesSpace(held, names, path, label=child))
         return [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
 
     def _class_of_kind(self, kind: type) -> None:
@@ -1075,7 +1047,7 @@ class _Walk:
             self._entries_of_class(base, path, is_held)
 
     def _entries_of_class(self, base: type, path: str, is_held: bool) -> None:
-        space = ClassSpace(base, path, label=_child(path))
+        space = ClassSpace(base, path, label=child)
         if id(base) not in self.classes:
             self.classes.add(id(base))
             self._place(space)
@@ -1123,7 +1095,7 @@ class _Walk:
         if issubclass(type(value), _ENTERED):
             self._by_name(value, path).update(attributes, _WHILE_ENTERED)
             between = [name for name in attributes if name not in _WHILE_ENTERED]
-            self._fill(NamesSpace(attributes, between, path, label=_child(path)))
+            self._fill(NamesSpace(attributes, between, path, label=child))
             return
         if module_of(type(value)) in ("builtins", "collections") and not attributes:
             self._dictionary(value, path)  # whose class cannot change
@@ -1151,29 +1123,24 @@ class _Walk:
         if slots and names is not None:
             names |= unnoted
             self._overwritten(
-                SlotsSpace(value, slots, path, label=_child(path)), key, slots.keys() - names,
+                SlotsSpace(value, slots, path, label=child), key, slots.keys() - names,
                 all_noted=not unnoted,
             )  # fmt: skip
             slots = {name: slot for name, slot in slots.items() if name in names}
         if slots:
-            self._fill(
-                SlotsSpace(value, slots, path, label=_child(path)),
-                owner=key,
-                all_noted=not unnoted,
-            )
+            space = SlotsSpace(value, slots, path, label=child)
+            self._fill(space, owner=key, all_noted=not unnoted)
 
     def _names(
         self, attributes: dict[str, Any], path: str, key: int | None, names: set[str] | None
     ) -> None:
         """Enter an object's ``__dict__``: all of it, or these names."""
-        whole = MappingSpace(attributes, path, label=_child(path))
+        whole = MappingSpace(attributes, path, label=child)
         if names is None:
             self._fill(whole, owner=key)
         else:
             self._overwritten(whole, key, None)
-            self._fill(
-                AttributesSpace(attributes, sorted(names), path, label=_child(path)), owner=key
-            )
+            self._fill(AttributesSpace(attributes, sorted(names), path, label=child), owner=key)
 
     def _overwritten(
         self,

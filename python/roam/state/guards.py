@@ -48,10 +48,10 @@ from roam.state.equality import (
 from roam.state.global_state import AMBIENT
 from roam.state.metadata import Table, metadata_change, metadata_of, storages_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
+from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
-from roam.state.user_dicts import containers_in, pattern_of
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -75,29 +75,19 @@ class _AnyTensor:
     """Stands for a tensor that may be replaced; its metadata is checked separately."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Form:
     """Stands for a tuple with such tensors, which another tuple may replace, or for a list or
     dictionary that the step renews.
     """
 
-    __slots__ = ("entries", "keys", "kind")
-
-    def __init__(self, kind: type, keys: list[Any], entries: list[Any]) -> None:
-        self.kind = kind
-        self.keys = keys
-        self.entries = entries
+    kind: type
+    entries: Items
 
     @classmethod
     def of(cls, value: Any, expect: Callable[[Any], Any] = lambda entry: entry) -> _Form:
         """The form of a value."""
-        keys = list(value) if type(value) is dict else []
-        entries = value.values() if type(value) is dict else _iterated(value)
-        return cls(type(value), keys, list(map(expect, entries)))
-
-
-def _iterated(value: Any) -> Iterator[Any]:
-    """The entries of a tuple or list, without its own `__iter__`."""
-    return (tuple if issubclass(type(value), tuple) else list).__iter__(value)
+        return cls(type(value), [(key, expect(part)) for key, part in entries_of(value)])
 
 
 def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
@@ -110,7 +100,7 @@ def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
         return value if _is_fixed(value) else _AnyTensor
     if id(value) in renewed or issubclass(type(value), tuple):
         form = _Form.of(value, lambda entry: _expected(entry, renewed))
-        if id(value) in renewed or any(map(_may_change, form.entries)):
+        if id(value) in renewed or any(_may_change(entry) for _, entry in form.entries):
             return form
     return value
 
@@ -120,8 +110,7 @@ def _exchanged(expected: Any, value: Any, path: str) -> Iterator[str]:
     kind: Any = type(value)
     if type(expected) is _Form:
         if expected.kind is kind:
-            parts: Any = enumerate(value) if issubclass(expected.kind, tuple) else entries_of(value)
-            for (key, part), entry in zip(parts, expected.entries, strict=False):
+            for (key, part), (_, entry) in zip(entries_of(value), expected.entries, strict=False):
                 yield from _exchanged(entry, part, f"{path}[{key!r}]")
     elif value is not expected and kind is type(expected) and not _is_cyclic(value):
         yield from _containers_in(value, path)
@@ -158,8 +147,10 @@ def _is_as_expected(expected: Any, value: Any) -> bool:
         return (
             value.kind is expected.kind
             and len(value.entries) == len(expected.entries)
-            and all(map(same, expected.keys, value.keys))
-            and all(map(_is_as_expected, expected.entries, value.entries))
+            and all(
+                same(key, other) and _is_as_expected(entry, part)
+                for (key, entry), (other, part) in zip(expected.entries, value.entries, strict=True)
+            )
         )
     return same(expected, value)
 
@@ -537,13 +528,13 @@ class _Bulk:
 
     def __init__(self, checks: list[_SpaceCheck]) -> None:
         self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
-        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]  # type: ignore[attr-defined]
+        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]
         self._names = [name for check in self.named for name, _ in check.expected]
         self.checks = [check for check in checks if not isinstance(check.space, NamesSpace)]
         # Most tables of a module are empty, and stay so.
-        self._empty = [check.space.holder for check in self.checks if not check.expected]  # type: ignore[attr-defined]
+        self._empty = [check.space.holder for check in self.checks if not check.expected]
         self._filled = checks = [check for check in self.checks if check.expected]
-        self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
+        self._holders: list[Any] = [check.space.holder for check in checks]
         # Views show the dictionary of now, however often it changes.
         self._values = [
             holder.values() if isinstance(holder, dict) else holder for holder in self._holders
@@ -617,8 +608,8 @@ class _Functions:
         known = [check for check in self._all if id(check) in self._known]
         cells = [check for check in known if type(check.space) is CellSpace]
         functions = [check for check in known if type(check.space) is FunctionSpace]
-        self._cells = [check.space.holder for check in cells]  # type: ignore[attr-defined]
-        self._functions = [check.space.holder for check in functions]  # type: ignore[attr-defined]
+        self._cells = [check.space.holder for check in cells]
+        self._functions = [check.space.holder for check in functions]
         self._expected = [value for check in cells + functions for _, value in check.expected]
         self.others = [check for check in self._all if id(check) not in self._known]
 
@@ -837,7 +828,7 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
 
 
 def _holder(space: Space) -> Any:
-    return space.holder  # type: ignore[attr-defined]
+    return space.holder
 
 
 def _first_places(storages: list[int]) -> dict[int, int]:
@@ -847,5 +838,5 @@ def _first_places(storages: list[int]) -> dict[int, int]:
 
 def _show(expected: Any) -> str:
     if type(expected) is _Form:
-        return f"({', '.join(map(_show, expected.entries))})"
+        return f"({', '.join(_show(entry) for _, entry in expected.entries)})"
     return "a tensor" if expected is _AnyTensor else show(expected)

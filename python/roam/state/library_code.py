@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Final
 
 import torch
@@ -227,6 +228,12 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_code(constant)
 
 
+@functools.lru_cache(maxsize=256)
+def instructions_of(code: types.CodeType) -> list[dis.Instruction]:
+    """The instructions of code, without those of the functions inside it."""
+    return list(dis.get_instructions(code))
+
+
 @functools.cache
 def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """The globals that code and the functions inside it name, in order, and every attribute that
@@ -234,16 +241,11 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """
     names: dict[str, None] = {}
     attributes: set[str] = set()
-    for instruction in dis.get_instructions(code):
+    for instruction in chain.from_iterable(map(instructions_of, nested_code(code))):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             names[instruction.argval] = None
         elif "ATTR" in instruction.opname or "METHOD" in instruction.opname:
             attributes.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, inner_attributes = names_of(constant)
-            names.update(dict.fromkeys(inner))
-            attributes |= inner_attributes
     return tuple(names), frozenset(attributes)
 
 
@@ -261,10 +263,13 @@ def texts_of(code: types.CodeType) -> frozenset[str]:
     """The texts in code, and in the functions inside it, by which it may take attributes and
     globals.
     """
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    found = {text for text in code.co_consts if type(text) is str and text.isidentifier()}
-    is_taken = not _NAMES_BY_TEXT.isdisjoint(code.co_names)
-    return frozenset().union(found if is_taken else (), *map(texts_of, inner))
+    return frozenset(
+        text
+        for part in nested_code(code)
+        if not _NAMES_BY_TEXT.isdisjoint(part.co_names)
+        for text in part.co_consts
+        if type(text) is str and text.isidentifier()
+    )
 
 
 _HANDLERS: Final = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
@@ -277,16 +282,14 @@ def asked_names(code: types.CodeType) -> frozenset[str]:
     absence it may be prepared. Not counted is what a method sets of its own object.
     """
     found = set(texts_of(code))
-    if not _HANDLERS.isdisjoint(code.co_names):
-        found |= names_of(code)[1]
-    before = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            is_own = before is not None and "LOAD_FAST" in before.opname and "self" in str(before.argval)  # fmt: skip
-            found.update(() if is_own else (instruction.argval,))
-        before = instruction
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found).union(*map(asked_names, inner))
+    for part in nested_code(code):
+        if not _HANDLERS.isdisjoint(part.co_names):
+            found |= names_of(part)[1]
+        for before, instruction in pairwise(instructions_of(part)):
+            if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                is_own = "LOAD_FAST" in before.opname and "self" in str(before.argval)
+                found.update(() if is_own else (instruction.argval,))
+    return frozenset(found)
 
 
 _MODULES_BY_NAME: Final = frozenset({"__import__", "import_module", "modules"})
@@ -319,7 +322,7 @@ def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, fr
     if not _MODULES_BY_NAME.isdisjoint(code.co_names):
         found.update((text, frozenset()) for text in code.co_consts if type(text) is str)
     constants: list[object] = []
-    for instruction in dis.get_instructions(code) if _has(code, _IMPORTS) else ():
+    for instruction in instructions_of(code) if _has(code, _IMPORTS) else ():
         if instruction.opname == "IMPORT_NAME":
             level, parts = constants[-2:]
             name = "." * level + instruction.argval  # type: ignore[operator]
@@ -371,7 +374,7 @@ def tested_names(code: types.CodeType) -> frozenset[str]:
     """The names that code and the functions inside it only give to `isinstance`, `issubclass`, or
     `super`, or name in an `except`: they make no objects of these classes.
     """
-    if not _may_test(code):
+    if not any(map(_may_test, nested_code(code))):
         return frozenset()
     tested, others = _uses(code)
     return tested - others
@@ -379,11 +382,9 @@ def tested_names(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def _may_test(code: types.CodeType) -> bool:
-    """Whether code, or a function inside it, may test anything, told without reading all of it."""
-    return (
-        not _TESTS.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars))
-        or _has(code, _TESTING)
-        or any(_may_test(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    """Whether code may test anything, told without reading all of it."""
+    return not _TESTS.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars)) or _has(
+        code, _TESTING
     )
 
 
@@ -392,33 +393,29 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names that are tested so, and those that are used in another way."""
     tested: set[str] = set()
     others: set[str] = set()
-    loaded: list[str] = []  # names whose use is not known yet
-    depth: int | None = None  # how many values are on the stack above the test
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        use: set[str] | None = None
-        if name in _LOADS and instruction.argval in _TESTS:
-            others.update(loaded)
-            loaded, depth = [], 0
-            continue
-        if name in _LOADS:
-            loaded.append(instruction.argval)
-        elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR"):
-            use = tested
-        elif depth is not None and name.startswith("CALL"):
-            # With more on the stack, another function is called inside of the test's arguments.
-            use = tested if depth == instruction.arg else others
-        elif depth is None and name not in _IDLE:
-            use = others
-        if use is not None:
-            use.update(loaded)
-            loaded, depth = [], None
-        elif depth is not None and name != "PRECALL":
-            depth += dis.stack_effect(instruction.opcode, instruction.arg)
-    others.update(loaded)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, inner_others = _uses(constant)
-            tested |= inner
-            others |= inner_others
+    for part in nested_code(code):
+        loaded: list[str] = []  # names whose use is not known yet
+        depth: int | None = None  # how many values are on the stack above the test
+        for instruction in instructions_of(part):
+            name = instruction.opname
+            use: set[str] | None = None
+            if name in _LOADS and instruction.argval in _TESTS:
+                others.update(loaded)
+                loaded, depth = [], 0
+                continue
+            if name in _LOADS:
+                loaded.append(instruction.argval)
+            elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR"):
+                use = tested
+            elif depth is not None and name.startswith("CALL"):
+                # With more on the stack, another function is called inside of the test's arguments.
+                use = tested if depth == instruction.arg else others
+            elif depth is None and name not in _IDLE:
+                use = others
+            if use is not None:
+                use.update(loaded)
+                loaded, depth = [], None
+            elif depth is not None and name != "PRECALL":
+                depth += dis.stack_effect(instruction.opcode, instruction.arg)
+        others.update(loaded)
     return frozenset(tested), frozenset(others)

@@ -249,23 +249,13 @@ _QUESTIONS: dict[str, Callable[[Any], bool]] = {
 
 
 def _binary(
-    function: Callable[[Any, Any], Any], numbers: tuple[type, ...] = _NUMBERS
+    side: str, function: Callable[[Any, Any], Any], numbers: tuple[type, ...] = _NUMBERS
 ) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if not isinstance(other, numbers):
             return NotImplemented
-        return self.node.trace.scalar_call(function, (self, other))
-
-    return method
-
-
-def _reflected(
-    function: Callable[[Any, Any], Any], numbers: tuple[type, ...] = _NUMBERS
-) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, numbers):
-            return NotImplemented
-        return self.node.trace.scalar_call(function, (other, self))
+        operands = (other, self) if side == "r" else (self, other)
+        return self.node.trace.scalar_call(function, operands)
 
     return method
 
@@ -398,8 +388,8 @@ def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:
     """The methods of operators with the number on the left, and with it on the right."""
     functions = {name: getattr(operator, f"__{name}__") for name in names.split()}
     return {
-        f"__{side}{name}__": made(function, *others)
-        for side, made in (("", _binary), ("r", _reflected))
+        f"__{side}{name}__": _binary(side, function, *others)
+        for side in ("", "r")
         for name, function in functions.items()
     }
 
@@ -408,8 +398,8 @@ _ARITHMETIC: dict[str, Any] = {
     **_both_sides("add sub mul truediv floordiv mod pow"),
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
     "__array_ufunc__": _on_numpys_right,
-    "__divmod__": _both(_binary(operator.floordiv), _binary(operator.mod)),
-    "__rdivmod__": _both(_reflected(operator.floordiv), _reflected(operator.mod)),
+    "__divmod__": _both(_binary("", operator.floordiv), _binary("", operator.mod)),
+    "__rdivmod__": _both(_binary("r", operator.floordiv), _binary("r", operator.mod)),
     "__copy__": lambda self: self,
     "real": property(lambda self: self),
     "conjugate": lambda self: self,

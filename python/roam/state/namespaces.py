@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,11 +16,10 @@ from roam.state.spaces import Items, Space
 class VariableSpace(Space):
     """A context variable, as the thread of the step finds it."""
 
-    __slots__ = ("_unset", "holder")
+    __slots__ = ("_unset",)
 
     def __init__(self, holder: ContextVar[Any], path: str) -> None:
-        super().__init__(path)
-        self.holder = holder
+        super().__init__(holder, path)
         self._unset: tuple[Token[Any], Any] | None = None
 
     def items(self) -> Items:
@@ -53,17 +51,10 @@ class VariableSpace(Space):
 class PartialSpace(Space):
     """The positional arguments of a `functools.partial`."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: functools.partial[Any], path: str) -> None:
-        super().__init__(path)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         return [("args", self.holder.args)]
-
-    def put(self, items: Items) -> None:
-        self.set(*items[0])
 
     def set(self, key: Any, value: Any) -> None:
         if value is not self.holder.args:
@@ -77,11 +68,10 @@ class PartialSpace(Space):
 class CellSpace(Space):
     """A variable that a function closes over."""
 
-    __slots__ = ("holder", "name")
+    __slots__ = ("name",)
 
     def __init__(self, holder: types.CellType, name: str, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+        super().__init__(holder, path, **options)
         self.name = name
 
     def items(self) -> Items:
@@ -89,9 +79,6 @@ class CellSpace(Space):
             return [(self.name, self.holder.cell_contents)]
         except ValueError:  # the variable has no value yet
             return [(self.name, MISSING)]
-
-    def put(self, items: Items) -> None:
-        self.set(*items[0])
 
     def set(self, key: Any, value: Any) -> None:
         if value is not MISSING:
@@ -106,13 +93,12 @@ class CellSpace(Space):
 class NamesSpace(Space):
     """Some names of a namespace: the globals that a function uses."""
 
-    __slots__ = ("holder", "names")
+    __slots__ = ("names",)
 
     def __init__(
         self, holder: dict[str, Any], names: Iterable[str], path: str, **options: Any
     ) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+        super().__init__(holder, path, **options)
         self.names = tuple(names)
 
     def items(self) -> Items:
@@ -120,10 +106,6 @@ class NamesSpace(Space):
 
     def get(self, key: Any) -> Any:
         return dict.get(self.holder, key, MISSING)
-
-    def put(self, items: Items) -> None:
-        for name, value in items:
-            self.set(name, value)
 
     def set(self, key: Any, value: Any) -> None:
         if value is MISSING:
@@ -144,11 +126,11 @@ class ClassNamesSpace(AttributesSpace):
     __slots__ = ()
 
     def items(self) -> Items:
-        held = dictionary_of(self.holder)  # type: ignore[arg-type]
+        held = dictionary_of(self.holder)
         return [(name, held.get(name, MISSING)) for name in self.names]
 
     def get(self, key: Any) -> Any:
-        return dictionary_of(self.holder).get(key, MISSING)  # type: ignore[arg-type]
+        return dictionary_of(self.holder).get(key, MISSING)
 
     def set(self, key: Any, value: Any) -> None:
         kind: Any = self.holder
@@ -171,7 +153,7 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 class SlotsSpace(Space):
     """The attributes that an object keeps in ``__slots__``."""
 
-    __slots__ = ("_slots", "holder")
+    __slots__ = ("_slots",)
 
     def __init__(
         self,
@@ -180,8 +162,7 @@ class SlotsSpace(Space):
         path: str,
         **options: Any,
     ) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+        super().__init__(holder, path, **options)
         self._slots = slots
 
     def items(self) -> Items:
@@ -192,10 +173,6 @@ class SlotsSpace(Space):
             return slot.__get__(self.holder, type(self.holder))
         except (AttributeError, TypeError):  # not set, or the object has another class now
             return MISSING
-
-    def put(self, items: Items) -> None:
-        for name, value in items:
-            self.set(name, value)
 
     def set(self, key: Any, value: Any) -> None:
         slot = self._slots[key]
@@ -212,12 +189,8 @@ class SlotsSpace(Space):
 class FunctionSpace(Space):
     """What a function object holds besides its closure: its code and its defaults."""
 
-    __slots__ = ("holder",)
+    __slots__ = ()
     KEYS: Final = ("__code__", "__defaults__", "__kwdefaults__")
-
-    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
 
     def items(self) -> Items:
         return [(key, getattr(self.holder, key)) for key in self.KEYS]
@@ -235,11 +208,7 @@ class DefaultsSpace(Space):
     function's own space, which guards and snapshots look at.
     """
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     @property
     def is_immutable(self) -> bool:
@@ -260,11 +229,7 @@ class DefaultsSpace(Space):
 class ClassSpace(Space):
     """The attributes of a class."""
 
-    __slots__ = ("holder",)
-
-    def __init__(self, holder: type, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.holder = holder
+    __slots__ = ()
 
     def items(self) -> Items:
         # Dunder entries that are no functions are the interpreter's book-keeping, some of it made

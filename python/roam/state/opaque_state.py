@@ -143,7 +143,7 @@ def read_bytes_of(value: Any, read: Reader) -> int:
 class ReadSpace(Space):
     """What can be asked of an object whose state is in no container: an event, a logger."""
 
-    __slots__ = ("_read", "_write", "holder")
+    __slots__ = ("_read", "_write")
 
     def __init__(self, holder: Any, path: str, read: Reader, write: Writer | None) -> None:
         """Reads an object.
@@ -152,8 +152,7 @@ class ReadSpace(Space):
             read: what is asked; it gives a plain value, or a tuple that is compared as one.
             write: puts back what was read; None if that cannot be done.
         """
-        super().__init__(path)
-        self.holder = holder
+        super().__init__(holder, path)
         self._read = read
         self._write = write
 

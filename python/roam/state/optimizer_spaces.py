@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import MISSING, same
-from roam.state.spaces import Items, Space
+from roam.state.spaces import Items, Space, child
 
 # Entries of a group that are live numbers even if they are integers. Of all other entries only
 # floats are.
@@ -35,12 +35,8 @@ class OptimizerSpace(Space):
     there as a third part.
     """
 
-    __slots__ = ("holder",)
+    __slots__ = ()
     COUNT: Final = "param_groups"
-
-    def __init__(self, holder: torch.optim.Optimizer, path: str) -> None:
-        super().__init__(path)
-        self.holder = holder
 
     def items(self) -> Items:
         attributes: dict[str, Any] = self.holder.__dict__
@@ -116,13 +112,12 @@ class ScalerSpace(Space):
     space of its own, so `put` has nothing to do.
     """
 
-    __slots__ = ("holder",)
+    __slots__ = ()
     SETTINGS: Final = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
     INITIAL: Final = ("_init_scale", "_init_growth_tracker")
 
     def __init__(self, holder: torch.amp.GradScaler, path: str) -> None:
-        super().__init__(path, label=lambda key: f"{path}.{key}")
-        self.holder = holder
+        super().__init__(holder, path, label=child)
 
     def items(self) -> Items:
         attributes = self.holder.__dict__

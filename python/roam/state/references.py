@@ -8,8 +8,7 @@ these places holds a fake tensor instead of the real one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING, is_numpy_float
+from roam.state.nests import as_tuple
 from roam.state.optimizer_spaces import is_live_number
 from roam.state.reach import Reach
 from roam.state.spaces import Space
@@ -94,39 +94,6 @@ def _with_entry(held: Any, keys: tuple[Any, ...], value: Any) -> Any:
         return as_tuple(type(held), (*held[:key], entry, *held[key + 1 :]))
     held[key] = entry
     return held
-
-
-def as_tuple(kind: type, entries: Iterable[Any]) -> Any:
-    """A tuple of a class, such as a named one, without running its constructor."""
-    return tuple.__new__(kind, entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Skeleton:
-    """A nest of lists, tuples and dictionaries that a step makes, with None in the places of
-    tensors and live numbers.
-    """
-
-    nest: Any
-
-    def build(self) -> Any:
-        """A new nest of this form."""
-        return _copied(self.nest)
-
-
-def _copied(nest: Any) -> Any:
-    if type(nest) is list:
-        return list(map(_copied, nest))
-    if issubclass(type(nest), tuple):
-        return as_tuple(type(nest), map(_copied, nest))
-    if type(nest) is dict or type(nest) is OrderedDict:
-        return type(nest)((key, _copied(value)) for key, value in nest.items())
-    return nest
-
-
-def is_bare_ordered(value: Any) -> bool:
-    """Whether a value is an `OrderedDict` without attributes beside its entries."""
-    return type(value) is OrderedDict and not vars(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,7 @@ from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_pla
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
+from roam.state.nests import alike, leaves_of
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.reach import Place, Reach
 from roam.state.spaces import Items, Space
@@ -137,12 +138,7 @@ class Snapshot:
         """What changed since, other than live state: guarded Python values, parameters and other
         tensors written to or changed in kind, random generators drawn from. Empty if nothing did.
         """
-        reasons = [
-            reason
-            for place, items in self._own_holders()
-            if place.guarded
-            for reason in self._changes(place, items)
-        ]
+        reasons = [reason for _, _, changes in self._changed() for reason in changes]
         reasons += [reason for state in self._tensors for reason in state.changes()]
         reasons += [
             f"{path} keeps another result with tensors"
@@ -173,9 +169,7 @@ class Snapshot:
         """
         found: list[Setting] = []
         reasons = 0
-        for place, items in self._own_holders():
-            if not place.guarded or not (changes := self._changes(place, items)):
-                continue
+        for place, items, changes in self._changed():
             reasons += len(changes)
             if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
                 found += [
@@ -193,12 +187,8 @@ class Snapshot:
         such as counters and running sums.
         """
         found = set()
-        for place, items in self._own_holders():
-            if (
-                place.guarded
-                and type(place.space).set is not Space.set
-                and self._changes(place, items)
-            ):
+        for place, items, _ in self._changed():
+            if type(place.space).set is not Space.set:
                 found |= {
                     place.space.label(key)
                     for key, old in items
@@ -217,12 +207,12 @@ class Snapshot:
             known: paths of numbers that are followed already.
         """
         followed = self.numbers() - known
-        for place, items in self._own_holders():
-            if place.guarded and self._changes(place, items):
-                for key, old in items:
-                    others: list[Any] = []
-                    if _has_other_tensors(old, place.space.get(key), others.append) and others:
-                        followed.add(place.space.label(key))
+        for place, items, _ in self._changed():
+            followed |= {
+                place.space.label(key)
+                for key, old in items
+                if _exchanged(old, place.space.get(key))
+            }
         return [reason for reason in self.moved() if place_of(reason) not in followed]
 
     def made_from_plain(self) -> set[str]:
@@ -231,9 +221,7 @@ class Snapshot:
         """
         found: set[str] = set()
         reasons = 0
-        for place, items in self._own_holders():
-            if not place.guarded or not (changes := self._changes(place, items)):
-                continue
+        for place, items, changes in self._changed():
             reasons += len(changes)
             if place.space.takes_others:
                 found |= {
@@ -248,12 +236,9 @@ class Snapshot:
         have replaced, which differ from them only by tensors.
         """
         found: list[Any] = []
-        for place, items in self._own_holders():
-            if place.guarded and self._changes(place, items):
-                for key, old in items:
-                    others: list[Any] = []
-                    if _has_other_tensors(old, place.space.get(key), others.append):
-                        found += others
+        for place, items, _ in self._changed():
+            for key, old in items:
+                found += _exchanged(old, place.space.get(key)) or ()
         return {self._paths[id(other)] for other in found if id(other) in self._paths}
 
     def grown(self) -> set[str]:
@@ -268,8 +253,11 @@ class Snapshot:
             and has_grown(place.space.holder, [value for _, value in items])
         }
 
-    def _changes(self, place: Place, items: Items) -> list[str]:
-        return _changes(place, items, self._renewed)
+    def _changed(self) -> Iterator[tuple[Place, Items, list[str]]]:
+        """What the guarded holders that have changed held, each with what `moved` says of it."""
+        for place, items in self._own_holders():
+            if place.guarded and (changes := _changes(place, items, self._renewed)):
+                yield place, items, changes
 
     def _looked_at(self) -> set[int] | None:
         """Identities of the values that the step can have got at; None if they may be all."""
@@ -383,13 +371,16 @@ def _holds_stand_in(value: Any, seen: set[int]) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    if issubclass(kind, tuple):
-        parts = list(tuple.__iter__(value))
-    elif issubclass(kind, frozenset):
-        parts = list(frozenset.__iter__(value))
-    else:
-        parts = [part for _, part in entries_of(value)]
+    parts = _frozen_parts(value) or [part for _, part in entries_of(value)]
     return any(_holds_stand_in(part, seen) for part in parts)
+
+
+def _frozen_parts(value: Any) -> list[Any] | None:
+    """What a tuple or frozen set holds, or a weak reference leads to; None for anything else."""
+    if issubclass(type(value), weakref.ref):
+        return [weakref.ref.__call__(value)]
+    base: Any = next((base for base in (tuple, frozenset) if issubclass(type(value), base)), None)
+    return None if base is None else list(base.__iter__(value))
 
 
 def _put(space: Space, items: Items) -> None:
@@ -408,13 +399,10 @@ def _put(space: Space, items: Items) -> None:
 
 
 def _holds_fake(value: Any, tensors: Collection[int]) -> bool:
-    kind = type(value)
-    if issubclass(kind, weakref.ref):
-        return id(weakref.ref.__call__(value)) in tensors
-    parts = next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
-    if parts is not None:
-        return any(_holds_fake(part, tensors) for part in parts.__iter__(value))
-    return id(value) in tensors
+    parts = _frozen_parts(value)
+    if parts is None:
+        return id(value) in tensors
+    return any(_holds_fake(part, tensors) for part in parts)
 
 
 def _with_tensors(space: Space, now: Items, before: Items, tensors: dict[int, Any]) -> Items:
@@ -439,21 +427,14 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     """Whether capture has put a value, with fakes, in the place of another."""
     if value is old or tensors.get(id(value)) is old:
         return True
-    kind = type(value)
-    if kind is not type(old):
+    parts, others = _frozen_parts(value), _frozen_parts(old)
+    if type(value) is not type(old) or parts is None or others is None:
         return False
-    if issubclass(kind, weakref.ref):
-        return _stands_for(weakref.ref.__call__(value), weakref.ref.__call__(old), tensors)
-    if issubclass(kind, tuple):
-        parts, others = list(tuple.__iter__(value)), list(tuple.__iter__(old))
-        return len(parts) == len(others) and all(
-            _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
-        )
-    if issubclass(kind, frozenset):
-        return {id(tensors.get(id(part), part)) for part in frozenset.__iter__(value)} == {
-            id(part) for part in frozenset.__iter__(old)
-        }
-    return False
+    if issubclass(type(value), frozenset):
+        return {id(tensors.get(id(part), part)) for part in parts} == set(map(id, others))
+    return len(parts) == len(others) and all(
+        _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
+    )
 
 
 def is_none_or_number(value: Any) -> bool:
@@ -585,12 +566,8 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
     for stand_in in before | after:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
-        others: list[Any] = []
-        if (
-            place.guarded
-            and _has_other_tensors(old, value, others.append)
-            and all(id(other) in renewed for other in others)
-        ):
+        others = _exchanged(old, value) if place.guarded else None
+        if others is not None and all(id(other) in renewed for other in others):
             continue  # the user may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(_difference(space.label(key), old, value))
@@ -614,36 +591,31 @@ def place_of(reason: str) -> str:
     return reason.place if isinstance(reason, Misfit) else reason
 
 
-def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:
-    """Whether two values are equal except for tensors, also for tensors in tuples, lists and
-    dictionaries. `renewed` is called with each list or dictionary that holds tensors and in whose
-    place there is another one.
+def _exchanged(old: Any, value: Any) -> list[Any] | None:
+    """The lists and dictionaries that hold tensors and in whose place there is another one, of two
+    values that are equal except for tensors, also for tensors in tuples, lists and dictionaries;
+    None if the two differ in more.
     """
     if issubclass(type(old), torch.Tensor):
-        return issubclass(type(value), torch.Tensor)
+        return [] if issubclass(type(value), torch.Tensor) else None
     if type(old) is not type(value) or old is value:
-        return same(old, value)
-    if type(old) in (list, dict):
-        before, after = entries_of(old), entries_of(value)
-        if not any(map(_holds_tensor, before)):
-            return False
-        renewed(old)
-    elif issubclass(type(old), tuple):
-        before, after = list(enumerate(tuple.__iter__(old))), list(enumerate(tuple.__iter__(value)))
-    else:
-        return same(old, value)
-    return len(before) == len(after) and all(
-        same(key, other) and _has_other_tensors(one, two, renewed)
-        for (key, one), (other, two) in zip(before, after, strict=True)
-    )
+        return [] if same(old, value) else None
+    is_tuple = issubclass(type(old), tuple)
+    before, after = entries_of(old), entries_of(value)
+    if not is_tuple and not any(map(_holds_tensor, before)):
+        return [] if same(old, value) else None
+    found = [] if is_tuple else [old]
+    for (key, one), (other, two) in zip(before, after, strict=False):
+        inner = _exchanged(one, two) if same(key, other) else None
+        if inner is None:
+            return None
+        found += inner
+    return found if len(before) == len(after) else None
 
 
 def _holds_tensor(item: tuple[Any, Any]) -> bool:
     """Whether the value of an item is a tensor or holds one, in tuples, lists or dictionaries."""
-    value = item[1]
-    if issubclass(type(value), tuple):
-        return any(map(_holds_tensor, enumerate(tuple.__iter__(value))))
-    return issubclass(type(value), torch.Tensor) or any(map(_holds_tensor, entries_of(value)))
+    return any(issubclass(type(leaf), torch.Tensor) for leaf in leaves_of(item[1]))
 
 
 def _stand_in(key: Any) -> Any:
@@ -717,12 +689,11 @@ def _moved_on(state: Any) -> Any:
 
 def is_same_state(state: Any, other: Any) -> bool:
     """Whether two states of a random generator are equal."""
-    if isinstance(state, torch.Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict):
-        return all(is_same_state(state[key], other[key]) for key in state)
-    if isinstance(state, (list, tuple)):
-        return all(map(is_same_state, state, other))
-    if type(state).__module__ == "numpy":
-        return bool((state == other).all())
-    return bool(state == other)
+    return alike(state, other, _is_same_part)
+
+
+def _is_same_part(part: Any, other: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return torch.equal(part, other)
+    equal = part == other
+    return bool(equal.all() if type(part).__module__ == "numpy" else equal)

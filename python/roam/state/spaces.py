@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from roam.errors import CaptureError
-from roam.state.equality import MISSING, same, show
+from roam.state.equality import MISSING, same
 
 Items = list[tuple[Any, Any]]
 Place = tuple["Space", Any]
@@ -24,12 +24,16 @@ class Space:
     """One mutable holder of values.
 
     Attributes:
+        holder: what holds them.
         path: how a reader would write it, such as ``model.h[0].attn.dropout``.
     """
 
-    __slots__ = ("_label", "path")
+    __slots__ = ("_label", "holder", "path")
 
-    def __init__(self, path: str, label: Callable[[Any], str] | None = None) -> None:
+    def __init__(
+        self, holder: Any, path: str, label: Callable[[str, Any], str] | None = None
+    ) -> None:
+        self.holder = holder
         self.path = path
         self._label = label
 
@@ -39,7 +43,8 @@ class Space:
 
     def put(self, items: Items) -> None:
         """Make these the contents again, in this order, in the same holder."""
-        raise NotImplementedError
+        for key, value in items:
+            self.set(key, value)
 
     def get(self, key: Any) -> Any:
         """The value under `key`, or `MISSING`."""
@@ -72,7 +77,16 @@ class Space:
 
     def label(self, key: Any) -> str:
         """How a reader would write the value under `key`."""
-        return self._label(key) if self._label else f"{self.path}[{show(key)}]"
+        if self._label is not None:
+            return self._label(self.path, key)
+        return f"{self.path}[{key!r}]" if type(key) in (str, int) else f"{self.path}[...]"
+
+
+def child(path: str, key: Any) -> str:
+    """What a module's children, parameters and buffers, and an object's attributes are called."""
+    if type(key) is not str:
+        return f"{path}[...]"
+    return f"{path}[{key}]" if key.isdigit() else f"{path}.{key}"
 
 
 def is_under(path: str, prefixes: Iterable[str]) -> bool:

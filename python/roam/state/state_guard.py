@@ -151,7 +151,7 @@ def _parameter(place: PlaceReference) -> tuple[Any, ...]:
     """A key that is equal for references to one parameter's place, as long as it is there."""
     # Another tuple may come in a tuple's place.
     space = place.space
-    holder = space if isinstance(space, FrozenSpace) else space.holder  # type: ignore[attr-defined]
+    holder = space if isinstance(space, FrozenSpace) else space.holder
     return type(space), id(holder), id(place.key)
 
 

@@ -19,7 +19,7 @@ def getter(reference: Any) -> Callable[[], Any]:
     if isinstance(reference, PlaceReference):
         space = reference.space
         if type(space).get is MappingSpace.get:
-            return functools.partial(dict.get, space.holder, reference.key, MISSING)  # type: ignore[attr-defined]
+            return functools.partial(dict.get, space.holder, reference.key, MISSING)
     found: Callable[[], Any] = reference.get
     return found
 

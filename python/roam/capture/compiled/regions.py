@@ -56,7 +56,7 @@ from roam.program.ir import Source
 from roam.state.equality import same, show
 from roam.state.global_state import AMBIENT
 from roam.state.live_scalars import is_live
-from roam.state.made_objects import opened
+from roam.state.nests import with_made_opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
@@ -460,7 +460,9 @@ class Regions:
         # What others close over may be new in each call, and is part of the call.
         contents = frame.contents if part else []
         leaves, spec = pytree.tree_flatten(
-            opened((frame.given, contents), lambda value: id(value) in self._held, lambda _: False)
+            with_made_opened(
+                (frame.given, contents), lambda value: id(value) in self._held, lambda _: False
+            )
         )
         if any(isinstance(one, torch.optim.Optimizer) for one in [*frame.contents, *leaves]):
             self._refuse_optimizer()

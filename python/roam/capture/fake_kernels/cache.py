@@ -20,6 +20,7 @@ from roam.kernels.recurrent import ASKED
 from roam.kernels.workspace import settings
 from roam.program.ir import Ref, TensorMeta
 from roam.program.operators import is_ours
+from roam.state.nests import leaves_of
 from roam.torch_compat.private import (
     DisableTorchDispatch,
     FakeTensor,
@@ -31,9 +32,6 @@ from roam.torch_compat.private import (
 LIVE_FLOAT: Final = -1
 LIVE_INT: Final = -2
 """Signatures of live numbers."""
-PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
-"""Types of arguments that hold no tensor; to ask whether something is one takes several times as
-long."""
 _NEVER: Final = {
     torch.Tag.inplace_view,
     torch.Tag.data_dependent_output,
@@ -303,19 +301,4 @@ def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
 
 def tensors_in(value: Any) -> list[Any]:
     """The tensors in a nest of tuples, lists and dictionaries, in its order."""
-    found: list[Any] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
-    if type(value) in PLAIN:
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]

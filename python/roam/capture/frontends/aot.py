@@ -19,6 +19,7 @@ from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.source_location import shown_path
 from roam.errors import CaptureError
 from roam.program.ir import Program, Ref, Result, Source, refs
+from roam.state.nests import mapped
 from roam.torch_compat.private import FakeTensorMode, OpOverload, disable_current_modes, pytree
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -164,16 +165,9 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def filled(value: Any, values: Mapping[Node, Any]) -> Any:
+def filled(nest: Any, values: Mapping[Node, Any]) -> Any:
     """The nest with every node replaced, made of plain lists, tuples and dictionaries."""
-    if isinstance(value, Node):
-        return values[value]
-    if isinstance(value, (tuple, list)):
-        items = [filled(item, values) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: filled(item, values) for key, item in value.items()}
-    return value
+    return mapped(lambda leaf: values[leaf] if isinstance(leaf, Node) else leaf, nest)
 
 
 def _result(recorder: Recorder, item: Any, values: Mapping[Node, Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import dis
 import sys
 import time
 import timeit
@@ -12,7 +11,7 @@ from types import BuiltinFunctionType, CellType, CodeType, ModuleType
 from typing import Any, Final
 
 from roam.capture.compiled.frames import contents_of
-from roam.state.library_code import nested_code
+from roam.state.library_code import instructions_of, nested_code
 
 _CLOCK_NAMES: Final = frozenset(
     {
@@ -43,7 +42,7 @@ def reads_clock(code: CodeType, names: Mapping[str, Any], cells: tuple[CellType,
             return True
         if any(value is time or value is timeit for value in found) and any(
             one.argval in _CLOCK_NAMES
-            for one in dis.get_instructions(part)
+            for one in instructions_of(part)
             if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
         ):
             return True

@@ -9,7 +9,6 @@ with either answer, the condition is a branch (`capture/tracing/branch_answers.p
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import itertools
 import linecache
@@ -20,7 +19,7 @@ from typing import Any
 
 from roam.capture.tracing.source_location import is_torch_file, is_user_code, shown_path
 from roam.own_code import is_own_file
-from roam.state.library_code import is_library
+from roam.state.library_code import instructions_of, is_library
 
 _EXITS = {"sys.exit", "os._exit", "exit", "quit"}
 _KEEPS_TRUTH = {"bool", "any", "all"}
@@ -182,7 +181,7 @@ def _place(frame: FrameType) -> tuple[Any, ...] | None:
     if sys.version_info < (3, 11):
         return None
     found: Any = None
-    for instruction in _instructions(frame.f_code):
+    for instruction in instructions_of(frame.f_code):
         if instruction.offset > frame.f_lasti:
             break
         # A jump asks for what was put on the stack before it, and stands for more in the source
@@ -192,11 +191,6 @@ def _place(frame: FrameType) -> tuple[Any, ...] | None:
     if found is None or found.col_offset is None:
         return None
     return found.lineno, found.end_lineno, found.col_offset, found.end_col_offset
-
-
-@functools.lru_cache(maxsize=64)
-def _instructions(code: CodeType) -> list[dis.Instruction]:
-    return list(dis.get_instructions(code))
 
 
 def _only_asks(name: str) -> bool:

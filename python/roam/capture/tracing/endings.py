@@ -34,9 +34,15 @@ from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
-from roam.state.lost_attributes import lost_attribute
-from roam.state.made_objects import opened
 from roam.state.metadata import gradient_dtype
+from roam.state.nests import (
+    alike,
+    as_tuple,
+    is_bare_ordered,
+    lost_attribute,
+    may_be_opened,
+    with_made_opened,
+)
 from roam.state.references import (
     ArgumentReference,
     AttributeReference,
@@ -45,15 +51,11 @@ from roam.state.references import (
     OptimizerReference,
     PlaceReference,
     RateReference,
-    Skeleton,
     StateReference,
-    as_tuple,
-    is_bare_ordered,
     is_filled,
     optimizer_references,
 )
 from roam.state.spaces import Items
-from roam.state.user_dicts import may_be_opened
 from roam.torch_compat.private import (
     FakeTensor,
     is_view,
@@ -325,7 +327,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             "two of them; return a copy in one of the places",
             code="result",
         )
-    parts = opened(
+    parts = with_made_opened(
         result,
         lambda value: id(value) in known,
         lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
@@ -745,9 +747,7 @@ def _leave_nest(
 ) -> None:
     """Has runs put what `_nest` found into its place."""
     if not entries or entries[0].reference is not reference:
-        program.effects.append(
-            SetPlain(reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
-        )
+        program.effects.append(SetPlain(reference, skeleton))
     program.effects += entries
 
 
@@ -760,9 +760,7 @@ def _known(fake_state: FakeState) -> set[int]:
     """Identities of the containers that the step reaches."""
     places = (place.space for place in fake_state.reach.places)
     renewed = (space for space in fake_state.tuples() if isinstance(space, RenewedSpace))
-    return {id(space.holder) for space in places if hasattr(space, "holder")} | {
-        id(space.now()) for space in renewed
-    }
+    return {id(space.holder) for space in places} | {id(space.now()) for space in renewed}
 
 
 def _containers(value: Any, *, opens: bool = False) -> Iterator[Any]:
@@ -841,19 +839,13 @@ def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
     ]
     if len({id(now) for _, _, now in lists}) == len(lists):
         for reference, held, now in lists:
-            if now is not held and _is_alike(held, now):
+            if now is not held and alike(held, now, _are_alike, (list, dict)):
                 _refill(held, now)
                 reference.set(held)
 
 
-def _is_alike(held: Any, now: Any) -> bool:
-    if type(held) is not type(now):
-        return False
-    if type(held) is list:
-        return len(held) == len(now) and all(map(_is_alike, held, now))
-    if type(held) is dict:
-        return list(held) == list(now) and all(map(_is_alike, held.values(), now.values()))
-    return issubclass(type(held), torch.Tensor) or same(held, now)
+def _are_alike(held: Any, now: Any) -> bool:
+    return type(held) is type(now) and (issubclass(type(held), torch.Tensor) or same(held, now))
 
 
 def _refill(held: Any, now: Any) -> None:

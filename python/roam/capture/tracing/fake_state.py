@@ -40,6 +40,7 @@ from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
 from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
+from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
@@ -56,7 +57,6 @@ from roam.state.references import (
 )
 from roam.state.snapshot import Made, is_none_or_number
 from roam.state.spaces import Space
-from roam.state.user_dicts import containers_in, pattern_of
 from roam.torch_compat.private import (
     DYNAMIC_INDICES,
     HOOKS,

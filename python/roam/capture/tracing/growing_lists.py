@@ -13,16 +13,15 @@ import gc
 import inspect
 import sys
 from abc import ABCMeta
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final
 
 import torch
 
-from roam.capture.tracing.source_location import is_written_by_user
+from roam.capture.tracing.unnoticed_reads import ways_of
+from roam.capture.tracing.watching import Watch
 from roam.own_code import is_own_file
 from roam.state.growing_lists import OWN_CODE, Growing, GrowingStandIn, Recorded
 from roam.state.library_code import is_installed
@@ -118,71 +117,48 @@ class GrowingLists:
         return [_count(one.value) for one in self._recorded]
 
 
-@dataclass(slots=True)
-class Watch:
-    """What a thread does in a block.
-
-    Attributes:
-        raised: how often an exception passed a line of the user's code: its class, and what it
-            says.
-        gives_away: whether code that is not the user's is given a stand-in, or the user's code may
-            find a list by a name that it computes.
+class ListWatch(Watch):
+    """Sees code that is not the user's which is given a stand-in, and code of the user's that may
+    find a list by a name that it computes. Only exceptions that pass the user's code count.
     """
 
-    raised: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    gives_away: bool = False
-    stand_ins: tuple[list[Any], list[int]] = field(default_factory=lambda: ([], []))
-    """Those of the trace that runs, each with how often it is held when nothing of the step's holds
-    it."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.stand_ins: tuple[list[Any], list[int]] = [], []
+        """Those of the trace that runs, each with how often it is held when nothing of the step's
+        holds it."""
 
-    def is_one_held(self) -> bool:
-        """Whether something of the step's, such as the arguments of a call, holds a stand-in."""
-        values, held = self.stand_ins
-        return _counts(values) != held
+    def enters(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        if is_users := ways_of(code).is_users:
+            self.is_blind = self.is_blind or _may_find(frame)
+        elif (
+            not self.is_blind
+            and _counts(self.stand_ins[0]) != self.stand_ins[1]
+            and _is_given_one(frame)
+        ):
+            self.is_blind = not (
+                code in OWN_CODE or code in _KEEPS or is_own_file(code.co_filename)
+            )
+        return is_users
+
+    @contextmanager
+    def on(self) -> Iterator[Watch]:
+        """Watches in the block."""
+        _watches.append(self)
+        try:
+            with super().on():
+                yield self
+        finally:
+            _watches.pop()
+            self.stand_ins = [], []
 
 
-_watches: Final[list[Watch]] = []
+_watches: Final[list[ListWatch]] = []
 
 
 def _counts(values: list[Any]) -> list[int]:
     return [_count(value) for value in values]
-
-
-@contextmanager
-def watched() -> Iterator[Watch]:
-    """Watches what this thread does in the block."""
-    watch = Watch()
-    known: dict[CodeType, bool] = {}
-
-    def passes(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "exception" and arg[0] is not GeneratorExit:
-            watch.raised[frame.f_code, frame.f_lineno, arg[0], _said_by(arg[1])] += 1
-        return passes
-
-    def begins(frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        is_users = known.get(code)
-        if is_users is None:
-            is_users = known[code] = is_written_by_user(code)
-        if is_users:
-            watch.gives_away = watch.gives_away or _may_find(frame)
-            frame.f_trace_lines = False
-            return passes
-        if not watch.gives_away and watch.is_one_held() and _is_given_one(frame):
-            watch.gives_away = not (
-                code in OWN_CODE or code in _KEEPS or is_own_file(code.co_filename)
-            )
-        return None
-
-    before = sys.gettrace()
-    _watches.append(watch)
-    sys.settrace(begins)
-    try:
-        yield watch
-    finally:
-        sys.settrace(before)
-        _watches.pop()
-        watch.stand_ins = [], []
 
 
 def _may_find(frame: FrameType) -> bool:
@@ -198,13 +174,6 @@ def _may_find(frame: FrameType) -> bool:
     return "modules" in names and (
         "sys" in names or any(value is sys or value is sys.modules for value in held)
     )
-
-
-def _said_by(error: Any) -> tuple[Any, ...]:
-    """The arguments of an exception: text, and the classes of objects."""
-    if not isinstance(error, BaseException):
-        return (type(error), error if type(error) is str else None)
-    return tuple(part if type(part) is str else type(part) for part in error.args)
 
 
 def _is_given_one(frame: FrameType) -> bool:
@@ -230,4 +199,4 @@ def _is_given_one(frame: FrameType) -> bool:
     return False
 
 
-__all__ = ["GrowingLists", "watched"]
+__all__ = ["GrowingLists", "ListWatch"]

@@ -8,7 +8,6 @@ calculate with it.
 
 from __future__ import annotations
 
-import dis
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.classes import dictionary_of, member_of
-from roam.state.library_code import nested_code
+from roam.state.library_code import instructions_of, nested_code
 from roam.state.live_scalars import is_live
 from roam.state.trace_context import TraceContext
 
@@ -95,7 +94,7 @@ def _is_value(code: types.CodeType, name: str) -> bool:
         and not (one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1)
         for part in nested_code(code)
         if name in part.co_names
-        for one in dis.get_instructions(part)
+        for one in instructions_of(part)
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from roam.capture.fake_kernels.cache import PLAIN, FakeKernels
+from roam.capture.fake_kernels.cache import FakeKernels
 from roam.capture.tracing.fake_identity import own_attributes
 from roam.capture.tracing.gradient_history import nodes_behind
 from roam.capture.tracing.rng import Watch
@@ -26,6 +27,7 @@ from roam.program.ir import (
 )
 from roam.state.equality import MISSING
 from roam.state.live_scalars import node_of
+from roam.state.nests import mapped
 from roam.state.references import ArgumentReference
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import (
@@ -218,13 +220,6 @@ class Slots:
             self._held.append(fake)
         return fake
 
-    def _with_stand_ins(self, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(self._with_stand_ins, value))
-        if issubclass(type(value), dict):
-            return {key: self._with_stand_ins(item) for key, item in value.items()}
-        return self._stand_in(value)
-
     def _fake(self, value: Any) -> Any:
         """The fake of a real tensor that the recorder has given out; anything else as it is."""
         return self._twins[id(value)][1] if id(value) in self._twins else value
@@ -336,30 +331,30 @@ class Slots:
 
     def references(self, value: Any, user: str) -> Any:
         """The nest with a `Ref` for every tensor and live number."""
-        if is_dtensor(value):
-            self.refuse(
-                f"{user} is given a DTensor; give it value.to_local(), or a number",
-                code="dtensor",
-            )
-        if isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt)):
-            slot = self.slot_of(value)
+
+        def reference(leaf: Any) -> Any:
+            if is_dtensor(leaf):
+                self.refuse(
+                    f"{user} is given a DTensor; give it value.to_local(), or a number",
+                    code="dtensor",
+                )
+            if not isinstance(leaf, (torch.Tensor, torch.SymFloat, torch.SymInt)):
+                return leaf
+            slot = self.slot_of(leaf)
             if slot is None:
                 self.refuse(
-                    f"{user} is given a tensor that {_unknown(value)}",
+                    f"{user} is given a tensor that {_unknown(leaf)}",
                     code="unknown_tensor",
                 )
             return Ref(slot)
-        if isinstance(value, (tuple, list)):
-            items = [self.references(item, user) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        if issubclass(type(value), dict):
-            return {key: self.references(item, user) for key, item in value.items()}
-        return value
 
-    def _recorded(self, value: Any, call: Call) -> Any:
+        return mapped(reference, value)
+
+    def _recorded(self, nest: Any, call: Call) -> Any:
         """The nest of arguments with slots for tensors and live numbers."""
-        if type(value) in PLAIN:
-            return value
+        return mapped(functools.partial(self._recorded_leaf, call), nest)
+
+    def _recorded_leaf(self, call: Call, value: Any) -> Any:
         if issubclass(type(value), torch.Tensor):
             return self._refs[self._slot_of_argument(value, call.target, call.source)]
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -373,11 +368,6 @@ class Slots:
             return self._refs[slot]
         if isinstance(value, torch.Generator):
             return self._generator(value, call)
-        if isinstance(value, (tuple, list)):
-            items = [self._recorded(item, call) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        if issubclass(type(value), dict):
-            return {key: self._recorded(item, call) for key, item in value.items()}
         return value
 
     def _generator(self, generator: torch.Generator, call: Call) -> torch.Generator:

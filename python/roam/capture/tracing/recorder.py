@@ -13,7 +13,7 @@ import torch
 
 from roam.capture.cuda_estimate import absent
 from roam.capture.distributed import collectives, dtensors, fully_shard
-from roam.capture.fake_kernels.cache import PLAIN, FakeKernels, tensors_in
+from roam.capture.fake_kernels.cache import FakeKernels, tensors_in
 from roam.capture.fake_kernels.meta_corrections import (
     bytes_at_least,
     is_spread,
@@ -51,6 +51,7 @@ from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
 from roam.state.global_flags import KernelSwitches
 from roam.state.live_scalars import FixedNode, LiveFloat, LiveInt, LiveNode
+from roam.state.nests import PLAIN, leaves_of, mapped
 from roam.state.references import ArgumentReference
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -168,7 +169,7 @@ class Recorder(Values, TorchDispatchMode):
         if self._twins:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         if self._results:
-            args, kwargs = self._with_stand_ins(args), self._with_stand_ins(kwargs)
+            args, kwargs = mapped(self._stand_in, (args, kwargs))
         if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
@@ -242,10 +243,7 @@ class Recorder(Values, TorchDispatchMode):
         if func is aten.mul.Scalar and is_zero_derivative(args[0]):
             self.refuse_zero_derivative(str(func), source)  # its kernel cannot write in memory
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
-        call.args, call.kwargs = (
-            self._recorded(args, call),
-            self._recorded(kwargs, call) if kwargs else {},
-        )
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
         given = args, kwargs
@@ -253,7 +251,7 @@ class Recorder(Values, TorchDispatchMode):
         if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
             seen = self._seen if is_foreign(func) else {}
-            given = _without_live_numbers(args, seen), _without_live_numbers(kwargs, seen)
+            given = mapped(functools.partial(_without_live_number, seen), given)
         tensors = tensors_in(given)
         if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
             self.refuse(
@@ -480,7 +478,7 @@ class Recorder(Values, TorchDispatchMode):
         """The arguments with plain numbers for the live ones that decide a shape; refused where a
         plan cannot hold for one value.
         """
-        if not (_holds_live(args) or (kwargs and _holds_live(kwargs))):
+        if not any(map(_is_live, leaves_of((args, kwargs)))):
             return args, kwargs
 
         def fixed(name: str, value: Any) -> Any:
@@ -632,27 +630,15 @@ _LIFELESS = PLAIN | {FakeTensor}
 """Types of arguments that hold no live number."""
 
 
-def _holds_live(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_holds_live(item) for item in value if type(item) not in _LIFELESS)
-    if isinstance(value, dict):
-        return _holds_live(list(value.values()))
-    return isinstance(value, (torch.SymFloat, torch.SymInt))
+def _is_live(leaf: Any) -> bool:
+    return type(leaf) is not FakeTensor and isinstance(leaf, (torch.SymFloat, torch.SymInt))
 
 
-def _without_live_numbers(value: Any, seen: Mapping[int, float]) -> Any:
-    """The nest as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
-    if type(value) in _LIFELESS:
-        return value
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        stand_in = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
-        return seen.get(value.node.slot, stand_in)  # type: ignore[attr-defined]
-    if isinstance(value, (tuple, list)):
-        items = [_without_live_numbers(item, seen) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _without_live_numbers(item, seen) for key, item in value.items()}
-    return value
+def _without_live_number(seen: Mapping[int, float], leaf: Any) -> Any:
+    """An argument as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
+    if not _is_live(leaf):
+        return leaf
+    return seen.get(leaf.node.slot, 1 if isinstance(leaf, torch.SymInt) else _LIVE_STAND_IN)
 
 
 def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:

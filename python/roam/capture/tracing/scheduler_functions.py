@@ -76,7 +76,7 @@ class Later:
         own = {id(attributes_of(scheduler)) for _, scheduler in reach.schedulers}
         for place in reach.places:
             space = place.space
-            if isinstance(space, OptimizerSpace) or id(getattr(space, "holder", None)) in own:
+            if isinstance(space, OptimizerSpace) or id(space.holder) in own:
                 continue  # what the steps of schedulers themselves change
             is_named = self._has(_last_word(space.path))
             try:

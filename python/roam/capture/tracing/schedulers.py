@@ -18,11 +18,10 @@ from roam.program.effects import StepScheduler
 from roam.program.ir import Program, substitute
 from roam.state.containers import MappingSpace
 from roam.state.equality import same
+from roam.state.nests import flattened
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS
 from roam.state.references import AttributeReference, EntryReference, RateReference
-from roam.state.user_dicts import opened
 from roam.torch_compat.patches import SCHEDULERS, replaced
-from roam.torch_compat.private import pytree
 
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """What PyTorch's own schedulers change in a group."""
@@ -46,11 +45,11 @@ class _Given:
     def __init__(self, arguments: Any, call: int) -> None:
         self._arguments = arguments
         self._call = call
-        self._leaves, self._spec = pytree.tree_flatten(opened(arguments))
+        self._leaves, self._spec = flattened(arguments)[:2]
 
     def is_changed(self, program: Program) -> bool:
         """Whether the step has changed it since then."""
-        leaves, spec = pytree.tree_flatten(opened(self._arguments))
+        leaves, spec = flattened(self._arguments)[:2]
         if spec != self._spec or any(map(operator.is_not, leaves, self._leaves)):
             return True
         call, slots = program.of(StepScheduler)[self._call], set[int]()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import bisect
 import dis
-import functools
 import re
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final, NamedTuple
+
+from roam.state.library_code import instructions_of
 
 _PUSH: Final = (
     "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "PUSH_NULL",
@@ -90,7 +91,7 @@ def use_of_text(frame: FrameType, asks: str) -> Use | None:
         asks: by ``format``, ``str``, or ``repr``; ``number`` if the operator ``%`` makes the text
             and asks for the number.
     """
-    instructions = _instructions(frame.f_code)
+    instructions = instructions_of(frame.f_code)
     here = _place(frame)
     for start in range(here, max(here - _MOST_INSTRUCTIONS, -1), -1):
         found = _followed(instructions, start, here, asks)
@@ -103,22 +104,17 @@ def use_of_text(frame: FrameType, asks: str) -> Use | None:
 
 def offset_of_call(frame: FrameType) -> int:
     """The offset of the instruction with which a frame is calling a function."""
-    return _instructions(frame.f_code)[_place(frame)].offset
+    return instructions_of(frame.f_code)[_place(frame)].offset
 
 
 def _place(frame: FrameType) -> int:
     """The index of the instruction that a frame has come to."""
-    instructions = _instructions(frame.f_code)
+    instructions = instructions_of(frame.f_code)
     offsets = [one.offset for one in instructions]
     place = bisect.bisect_right(offsets, frame.f_lasti) - 1  # which may be that of a cache
     while instructions[place].opname in _SKIPPED:  # Python 3.11 calls some functions early
         place += 1
     return place
-
-
-@functools.lru_cache(maxsize=256)
-def _instructions(code: CodeType) -> list[dis.Instruction]:
-    return list(dis.get_instructions(code))
 
 
 def _followed(instructions: list[dis.Instruction], start: int, here: int, asks: str) -> Use | None:

@@ -51,13 +51,13 @@ from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordab
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
+from roam.state.nests import joined, with_dicts_opened
 from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
     PlaceReference,
     StateKeys,
 )
-from roam.state.user_dicts import joined, opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
@@ -420,7 +420,7 @@ def _own_arguments(
     made = pytree.tree_map_only(
         PackedSequence,
         recorder.with_values,
-        opened(taken.put(leaves), closed),
+        with_dicts_opened(taken.put(leaves), closed),
         is_leaf=lambda value: issubclass(type(value), PackedSequence) or id(value) in closed,
     )
     return *joined(made, fake_state.shared, closed), received

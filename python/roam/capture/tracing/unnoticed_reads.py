@@ -14,7 +14,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
 from roam.capture.tracing.source_location import is_written_by_user
-from roam.state.library_code import is_installed, nested_code
+from roam.state.library_code import instructions_of, is_installed, nested_code
 from roam.state.value_stand_ins import is_or_stands_for_one
 
 _COMPARISONS: Final = frozenset(
@@ -109,7 +109,7 @@ def may_miss_numbers(code: CodeType) -> bool:
 
 def _catches_wrong_classes(code: CodeType) -> bool:
     """Whether code has a handler for the exceptions that tell of an object of a wrong class."""
-    instructions = [*dis.get_instructions(code)]
+    instructions = instructions_of(code)
     handlers = {test.argval for test in instructions if test.opname == "SETUP_FINALLY"}
     for before, test in itertools.pairwise(instructions):
         if test.opname in {"CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"}:
@@ -145,7 +145,7 @@ def may_read_by_raising(frame: FrameType, kind: type, traceback: Any) -> bool:
 def _identity_tests(code: CodeType) -> dict[int, tuple[str | None, tuple[str, ...]]]:
     """The tests with `is` in code; see `Ways.identity_tests`."""
     found: dict[int, tuple[str | None, tuple[str, ...]]] = {}
-    instructions = [*dis.get_instructions(code)]
+    instructions = instructions_of(code)
     for place, test in enumerate(instructions):
         if test.opname != "IS_OP":
             continue

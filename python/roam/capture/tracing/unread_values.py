@@ -12,13 +12,9 @@ way that stand-ins do not notice (`roam.capture.tracing.unnoticed_reads`).
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, Final
 
@@ -27,24 +23,29 @@ from roam.capture.tracing.unnoticed_reads import (
     may_read_by_raising,
     ways_of,
 )
+from roam.capture.tracing.watching import Watch
 from roam.errors import CaptureError
 from roam.state.value_stand_ins import StandIn, stand_in_for
 
-_ADDRESS: Final = re.compile("0x[0-9a-f]+")
-_args: Final[Any] = BaseException.__dict__["args"]
+_OWN: Final = StandIn.__getattribute__.__code__
 
 
-@dataclass(slots=True)
-class Watch:
-    """What a thread does in a block.
+class _Reads(Watch):
+    """Sees reads that stand-ins do not notice."""
 
-    Attributes:
-        raised: how often an exception passed a line of some code: its class, and what it says.
-        is_blind: whether the code may have read values in a way that stand-ins do not notice.
-    """
+    def enters(self, frame: FrameType) -> bool:
+        if frame.f_code is _OWN:
+            return False
+        ways = ways_of(frame.f_code)
+        self.is_blind |= ways.when_run
+        frame.f_trace_opcodes = bool(ways.identity_tests)
+        return True
 
-    raised: Counter[tuple[object, int, type, tuple[Any, ...]]] = field(default_factory=Counter)
-    is_blind: bool = False
+    def sees(self, frame: FrameType, event: str, arg: Any) -> None:
+        is_test = event == "opcode"
+        self.is_blind |= (
+            may_read_by_identity(frame) if is_test else may_read_by_raising(frame, arg[0], arg[2])
+        )
 
 
 class StandIns:
@@ -90,51 +91,6 @@ class StandIns:
         return made
 
 
-@contextmanager
-def watched() -> Iterator[Watch]:
-    """Watches what this thread does in the block. Exceptions are counted where they are raised and
-    in each function that they pass. `GeneratorExit` does not count: it only says that nobody asks a
-    generator for more, as in `next(x for x in xs if x.is_wanted)`. Putting stand-ins in places
-    abandons some.
-    """
-    watch = Watch()
-
-    def passes(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "exception" and arg[0] is not GeneratorExit:
-            kind, error, traceback = arg
-            watch.raised[frame.f_code, frame.f_lineno, kind, _said_by(error)] += 1
-            watch.is_blind |= may_read_by_raising(frame, kind, traceback)
-        elif event == "opcode":
-            watch.is_blind |= may_read_by_identity(frame)
-        return passes
-
-    def begins(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is own:
-            return None
-        ways = ways_of(frame.f_code)
-        watch.is_blind |= ways.when_run
-        frame.f_trace_lines = False
-        frame.f_trace_opcodes = bool(ways.identity_tests)
-        return passes
-
-    own, before = StandIn.__getattribute__.__code__, sys.gettrace()
-    sys.settrace(begins)
-    try:
-        yield watch
-    finally:
-        sys.settrace(before)
-
-
-def _said_by(error: BaseException) -> tuple[Any, ...]:
-    """The arguments of an exception, text without addresses and objects without values. A function
-    written in C may raise the same exception for a wrong value as for a wrong class, but says
-    something else.
-    """
-    return tuple(
-        _ADDRESS.sub("", part) if type(part) is str else type(part) for part in _args.__get__(error)
-    )
-
-
 def unread(
     values: Mapping[int, Any],
     trace: Callable[[StandIns], Any],
@@ -151,7 +107,7 @@ def unread(
     if sys.gettrace() is not None:
         return ()  # a debugger's
     try:
-        with watched() as expected:
+        with _Reads().on() as expected:
             plain = trace(StandIns({}))
     except CaptureError:  # which no trace of the capture has met
         return ()
@@ -159,7 +115,7 @@ def unread(
     while left and not expected.is_blind:
         stand_ins = StandIns(left)
         try:
-            with watched() as seen:
+            with _Reads().on() as seen:
                 programs = trace(stand_ins)
         except Exception:  # noqa: BLE001 - for a function written in C, a stand-in is no value
             programs = None
