@@ -45,6 +45,7 @@ from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentReference
+from roam.state.snapshot import apply
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
 
@@ -237,6 +238,8 @@ class Step:
         """Whether the user has been warned that a call may have exceeded the limit."""
         self._in_vain = 0
         """How many calls in a row had answers that no plan is for."""
+        self._settled: Hashable = None
+        """The kind of call to which `Known.settling` belongs."""
         self._declined: set[str] = set()
         """Why runs have been left to the user's function, as far as that has been logged."""
 
@@ -277,8 +280,8 @@ class Step:
                 return None
             found = capture
         captured, runner = found
-        for setting in captured.step.settings:
-            setting.apply()  # as the user's function would now
+        # As the user's function would now.
+        apply([setting for setting in captured.step.settings if setting.is_pending()])
         return runner
 
     def _capture_seen(
@@ -320,6 +323,9 @@ class Step:
             may_pass = refusal.settles or (
                 refusal.code == "step_raised" and len(self._captures) > 0
             )
+            key = self._key(args, kwargs)
+            if key != self._settled:  # calls of one kind do not count for another
+                self._settled, self._known.settling = key, 0
             if not may_pass or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1
