@@ -20,6 +20,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.utils.prune
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -194,6 +195,22 @@ def test_any_module_that_holds_a_reducer_is_refused() -> None:
     my = make()
     with pytest.raises(roam.CaptureError, match="Own with a reducer") as refusal:
         compiled(train)(Own(my.net), my.optimizer, torch.ones(4, 16))
+    assert refusal.value.code == "reducing_module"
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # one rank
+@pytest.mark.parametrize("are_original", [True, False])
+def test_fully_sharded_data_parallel_is_refused(are_original: bool) -> None:
+    my = make()
+    net = FullyShardedDataParallel(
+        my.net, device_id=torch.device("cpu"), use_orig_params=are_original
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(
+        roam.CaptureError, match=r"FullyShardedDataParallel.*fully_shard"
+    ) as refusal:
+        compiled(train)(net, optimizer, torch.ones(4, 16))
     assert refusal.value.code == "reducing_module"
 
 

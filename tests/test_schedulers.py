@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 import roam
 from roam.capture.step import Known, capture_step
+from steps import both
 
 MAKE: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
@@ -311,3 +312,28 @@ def test_a_first_step_with_a_scheduler_stands_for_the_later_ones() -> None:
     known = Known()
     capture_step(step, (torch.ones(4, 3),), {}, known=known)
     assert known.traces == 2
+
+
+def test_counters_may_be_asked_before_the_scheduler_is_stepped() -> None:
+    """As accelerate's AcceleratedScheduler asks OneCycleLR's, which raises after its last step."""
+
+    def script(wrap: Any) -> Any:
+        optimizer = torch.optim.SGD([weight := nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (weight * x).square().sum() * (scheduler.last_epoch + 1)
+            loss.backward()
+            optimizer.step()
+            if scheduler._step_count <= scheduler.total_steps:
+                scheduler.step()
+            return loss.detach()
+
+        compiled.append(wrap(step))
+        losses = [compiled[-1](torch.full((3,), 0.1 * i)) for i in range(7)]
+        return losses, weight.detach(), scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+
+    compiled: list[Any] = []
+    both(script)
+    assert len(compiled[1]._captures) == 2

@@ -322,3 +322,84 @@ class TestFunctionsThatKeepTheirResults:
         with pytest.raises(roam.CaptureError) as refusal:
             roam.capture(lambda x: (linear(x) * part(3)).sum(), torch.ones(2, 8))
         assert refusal.value.code == "unknown_tensor"
+
+
+class Growing(torch.nn.Module):
+    """Makes a longer table when a longer batch comes, and keeps its length in Python."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.rand(4), persistent=False)
+        self.original = self.frequencies
+        self.table: Any = None
+        self.longest, self.renewed = 0, torch.zeros(1)
+        if way != "none yet":
+            self.grow(4)
+
+    def grow(self, length: int) -> None:
+        self.longest = length
+        if self.way == "frequencies":  # the table is made of a buffer that is replaced too
+            table = torch.outer(torch.arange(length), self.frequencies)
+            self.register_buffer("frequencies", self.frequencies + length, persistent=False)
+        else:
+            table = torch.outer(torch.arange(length), self.frequencies)
+        self.table = {"table": table.cos()} if self.way == "dictionary" else table.cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        self.renewed = torch.arange(3)  # at each call
+        if self.way == "shrinks" and length < 4 < self.longest:
+            self.grow(4)
+        if length > self.longest:
+            self.grow(length)
+        table = self.table["table"] if self.way == "dictionary" else self.table
+        return self.linear(x * torch.cat([table, table], dim=-1)[:length]) + self.renewed.sum()
+
+
+@pytest.mark.parametrize("way", ["tensor", "none yet", "frequencies", "shrinks", "dictionary"])
+@pytest.mark.sweep
+def test_tables_that_grow_with_a_number_need_one_plan_for_each_length(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [6, 6, 4, 3, 4, 3, *range(7, 19), 18, 5]
+
+    def script(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        model = Growing(way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        compiled = wrap(step)
+        losses = [compiled(torch.randn(2, length, 8)) for length in lengths]
+        return losses, model.state_dict(), model.frequencies, model.longest, model.table
+
+    with caplog.at_level("INFO", "roam"):
+        both(script)
+    own = [r for r in caplog.records if "Your own function runs" in r.getMessage()]
+    if way == "dictionary":
+        assert len(own) > 10  # as often as need be, as long as lengths are new
+    else:
+        assert len(own) == (
+            way == "frequencies"
+        )  # where the first call parts two names of a buffer
+
+
+def test_what_a_step_replaces_together_is_not_taken_for_set_where_a_part_of_it_is() -> None:
+    def script(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        model = Growing("tensor")
+        step = wrap(lambda x: model(x).sum().detach())
+        losses = [step(torch.ones(2, length, 8)) for length in (4, 6, 6)]
+        model.longest, model.table = 4, torch.ones(6, 4)  # as if a user had made it
+        losses.append(step(torch.ones(2, 6, 8)))
+        return losses, model.table
+
+    both(script)

@@ -56,7 +56,7 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
-from roam.state.equality import MISSING, Misfit
+from roam.state.equality import MISSING, Misfit, changed, show
 from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
@@ -152,6 +152,9 @@ class CapturedStep:
         itself need not be set yet.
         """
         pending = [setting for setting in self.settings if setting.is_pending()]
+        if pending and len(pending) < len(self.settings):
+            # What the step does where some are set has not been traced.
+            return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
         if pending:
             with applied(pending):
                 failure = self.guards.failure()
@@ -439,6 +442,7 @@ def capture_step(
                             return captured
                     except _Settles as found:
                         settles = found
+                        settles.settings = [setting.found() for setting in found.settings]
                     except CompileRegions:
                         with applied([] if settles is None else settles.settings):
                             known.regions.compile()
@@ -474,6 +478,11 @@ def capture_step(
                         elif blamed is not None and blamed[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
                             raise blamed[1] from None
+                        if settles is not None and error.code == "step_raised":
+                            # It was run with less than it leaves at once, as a table's length
+                            # without the table.
+                            settles.refusal.settles = True
+                            raise settles.refusal from error
                         raise
         finally:
             if blamed is not None:
@@ -615,7 +624,7 @@ def _captured(
     arguments = ArgGuard(args, kwargs, guards, live, received, taker, unread_places)
     kinds = {type(taken.leaves[place]) for place in (*unread_places, *integers)}
     known.taker = replace(known.taker, unread=known.taker.unread | kinds)
-    settings = [] if settles is None else settles.settings
+    settings = [] if settles is None else _lasting_settings(settles, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards, answers)
@@ -721,12 +730,22 @@ def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Var
     )
 
 
+def _lasting_settings(settles: _Settles, after: Program) -> list[Setting]:
+    """What the step sets once; without the tensors that it replaces each time."""
+    renewed = {reference.path for reference, _ in rebound(after)}
+    return [
+        setting
+        for setting in settles.settings
+        if not (setting.is_exchange and setting.path in renewed)
+    ]
+
+
 def _is_settled(settles: _Settles, after: Program) -> bool:
     """Whether the step does the same once the values are set as it did before, except for setting
     them.
     """
     tables = [
-        setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None
+        setting.path for setting in _lasting_settings(settles, after) if setting.slot is not None
     ]
     before = with_state(settles.program, after, tables)
     if before is None or not asks_the_same(before, after):
@@ -953,8 +972,8 @@ class _Tracer:
                     else inside.settings(fake_state.made)
                 )
                 for setting in settings or ():
-                    if setting.slot is not None:
-                        path = setting.space.label(setting.key)
+                    if setting.slot is not None and not setting.is_exchange:
+                        path = setting.path
                         check_no_leaf(setting.space.get(setting.key), path)
                         reference = PlaceReference(
                             setting.space, setting.key, path, "buffer", tied=False

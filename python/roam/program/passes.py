@@ -256,7 +256,8 @@ def with_state(
         if (isinstance(reference, OptimizerReference) if paths is None else reference.path in paths)
         and first.slots[slot] is not None
     }
-    there = made | {reference.path: slot for reference, slot in first.referenced}
+    held = {reference.path: slot for reference, slot in first.referenced}
+    there = made | held if paths is None else held | made  # a table may replace another
     if there.keys() != {reference.path for reference, _ in later.referenced}:
         return None
     state = set(made.values())

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,7 @@ from roam.runtime.timings import Timings
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
+from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
@@ -241,6 +242,8 @@ class Step:
         """Whether the user has been warned that a call may have exceeded the limit."""
         self._in_vain = 0
         """How many calls in a row had answers that no plan is for."""
+        self._settled: Hashable = None
+        """The kind of call to which `Known.settling` belongs."""
         self._declined: set[str] = set()
         """Why runs have been left to the user's function, as far as that has been logged."""
 
@@ -281,10 +284,8 @@ class Step:
                 return None
             found = capture
         captured, runner = found
-        is_pending = any(setting.is_pending() for setting in captured.step.settings)
-        for setting in captured.step.settings:
-            setting.apply()  # as the user's function would now
-        if is_pending:
+        if pending := [setting for setting in captured.step.settings if setting.is_pending()]:
+            apply(pending)  # as the user's function would now
             runner.failure(call, known)  # what has been set may be an input
         return runner
 
@@ -326,6 +327,9 @@ class Step:
             may_pass = refusal.settles or (
                 refusal.code == "step_raised" and len(self._captures) > 0
             )
+            key = call.kind(self._known.taker)
+            if key != self._settled:  # calls of one kind do not count for another
+                self._settled, self._known.settling = key, 0
             if not may_pass or self._known.settling == _MOST_SETTLING:
                 raise
             self._known.settling += 1

@@ -34,6 +34,7 @@ _PLAIN: Final = (
     "pass the plain module, and reduce gradients between two compiled functions, one for the "
     "backward pass and one for the update"
 )
+_SHARD: Final = "shard its layers by torch.distributed.fsdp.fully_shard (FSDP2) instead"
 _MARK: Final = "roam"
 _HELD: Final = (
     "something that holds the node which accumulates its gradient (a reducer of torch.distributed, "
@@ -50,7 +51,7 @@ def check_beneath(reach: Reach) -> None:
         if (name := _reducing(module)) is not None:
             raise CaptureError(
                 f"{path} is a {name}, which changes gradients where capture cannot see it; "
-                f"{_PLAIN}",
+                f"{_SHARD if name in _SHARDED else _PLAIN}",
                 code="reducing_module",
             )
     held = held_by_reducers(reach)

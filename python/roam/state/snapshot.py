@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -46,49 +46,72 @@ DRAWN = "was drawn from"
 @dataclass(frozen=True, slots=True)
 class Setting:
     """An entry of a dictionary, or an attribute, that was given another value: a plain one, or a
-    tensor made of constants.
+    tensor made of constants and buffers.
     """
 
     space: Space
     key: Any
     old: Any
-    """What was there before, or `MISSING`."""
+    """What was there before, or `MISSING`. Of a tensor, a weak reference to it: a table that has
+    been replaced is not kept.
+    """
     value: Any
     """The plain value, or how to make the tensor."""
     slot: int | None = None
     """The tensor's slot in the program that was traced."""
 
-    def apply(self) -> None:
-        """Gives it the new value; a tensor is made where there is none yet."""
-        if self.slot is None:
-            self.space.set(self.key, self.value)
-        elif self.is_pending():
-            self.space.set(self.key, self.value())
+    @property
+    def path(self) -> str:
+        return self.space.label(self.key)
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether a tensor takes the place of another."""
+        return type(self.old) is weakref.ref
+
+    def found(self) -> Setting:
+        """The same, once the tensor that it replaces is back where a trace had a fake."""
+        if not self.is_exchange:
+            return self
+        return replace(self, old=weakref.ref(self.space.get(self.key)))
 
     def is_pending(self) -> bool:
         """Whether it has the old value."""
-        return same(self.old, self.space.get(self.key))
+        now = self.space.get(self.key)
+        return self.old() is now if self.is_exchange else same(self.old, now)
 
-    def undo(self) -> None:
+    def made(self) -> Any:
+        """The new value."""
+        return self.value if self.slot is None else self.value()
+
+    def undo(self, old: Any) -> None:
         """Gives it the old value."""
-        if self.old is MISSING and type(self.space) is MappingSpace:
+        if old is MISSING and type(self.space) is MappingSpace:
             self.space.put(
                 [(key, value) for key, value in self.space.items() if not same(key, self.key)]
             )
         else:
-            self.space.set(self.key, self.old)
+            self.space.set(self.key, old)
+
+
+def apply(settings: Sequence[Setting]) -> None:
+    """Gives each the new value."""
+    # One table may be made of another that is replaced too.
+    values = [setting.made() for setting in settings]
+    for setting, value in zip(settings, values, strict=True):
+        setting.space.set(setting.key, value)
 
 
 @contextmanager
 def applied(settings: Sequence[Setting]) -> Iterator[None]:
     """A context in which the new values are in place. When it ends, the old ones come back."""
-    for setting in settings:
-        setting.apply()
+    before = [setting.space.get(setting.key) for setting in settings]
+    apply(settings)
     try:
         yield
     finally:
-        for setting in settings:
-            setting.undo()
+        for setting, old in zip(settings, before, strict=True):
+            setting.undo(old)
 
 
 Made = Callable[[Any], tuple[int, Callable[[], Any]] | None]
@@ -166,21 +189,27 @@ class Snapshot:
     def settings(self, made: Made) -> list[Setting] | None:
         """The changes of which `moved` tells, as settings. None unless all of them are entries of
         dictionaries, or attributes, that now hold other plain values, or tensors where none were.
+        With them come the tensors of constants and buffers that take the place of others, as a
+        table for longer sequences does.
         """
         found: list[Setting] = []
         reasons = 0
-        for place, items, changes in self._changed():
-            reasons += len(changes)
+        for place, items in self._own_holders():
+            if not place.guarded:
+                continue
+            reasons += len(_changes(place, items, self._renewed))
             if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
+                before = {_stand_in(key): value for key, value in items}
                 found += [
                     setting
                     for key, value in place.space.items()
-                    if (setting := _setting(place.space, key, _entry(items, key), value, made))
-                    is not None
+                    if (old := before.get(_stand_in(key), MISSING)) is not value
+                    and (setting := _setting(place.space, key, old, value, made)) is not None
                 ]
         storages = [setting.value.storage for setting in found if setting.slot is not None]
         is_apart = len(storages) == len(set(storages))  # each is made by itself
-        return found if is_apart and len(found) == reasons == len(self.moved()) else None
+        told = sum(not setting.is_exchange for setting in found)
+        return found if is_apart and told == reasons == len(self.moved()) else None
 
     def numbers(self) -> set[str]:
         """Among the changes of which `moved` tells: paths of the numbers that others have replaced,
@@ -458,12 +487,15 @@ def _entry(items: Items, key: Any) -> Any:
 
 
 def _setting(space: Space, key: Any, old: Any, value: Any, made: Made) -> Setting | None:
-    if type(key) not in (str, int) or not (old is MISSING or is_plain(old)) or same(old, value):
+    is_exchange = issubclass(type(old), torch.Tensor)
+    if type(key) not in (str, int) or not (is_exchange or old is MISSING or is_plain(old)):
         return None
     if is_plain(value):
-        return Setting(space, key, old, value)
+        return None if is_exchange or same(old, value) else Setting(space, key, old, value)
     making = made(value) if issubclass(type(value), FakeTensor) else None
-    return None if making is None else Setting(space, key, old, making[1], making[0])
+    if making is None:
+        return None
+    return Setting(space, key, weakref.ref(old) if is_exchange else old, making[1], making[0])
 
 
 class _TensorState:
@@ -580,7 +612,8 @@ def _difference(path: str, old: Any, value: Any) -> str:
     if type(old) is type(value) and type(old) in (list, dict):
         kind = type(old).__name__
         return Misfit(
-            f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there",
+            f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there; "
+            "if it is a library's cache, delete it at the end of the step",
             path,
         )
     return changed(path, show(old), show(value))

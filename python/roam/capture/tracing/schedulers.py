@@ -247,15 +247,22 @@ class _Scheduler:
         return count
 
     def _counters(self) -> dict[str, Any]:
-        """What a trace finds in the place of the counters."""
+        """What a trace finds in the place of the counters: numbers that each run reads, until a
+        `step` is called, and then such as nobody can know.
+        """
         counters: dict[str, Any] = {}
+        is_before = not self._recorder.program.of(StepScheduler)
         for name in SCHEDULER_COUNTERS:
             if name not in self._own.holder:
                 continue
             if name != "_last_lr":
                 place = AttributeReference(self._own, name, f"{self._path}.{name}")
-                counters[name] = self._recorder.unknown(
-                    f"{self._path}'s own counters", place, is_integer=name in self._integers
+                counters[name] = (
+                    self._add(place, self._own.get(name))
+                    if is_before and name in self._integers
+                    else self._recorder.unknown(
+                        f"{self._path}'s own counters", place, is_integer=name in self._integers
+                    )
                 )
             elif self._has_own_getter:
                 counters[name] = self._last_rates()
