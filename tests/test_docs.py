@@ -13,6 +13,7 @@ import pytest
 
 import roam
 from roam import cli
+from roam.state.global_state import AMBIENT
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -103,6 +104,11 @@ def test_every_key_and_option_is_documented(
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert len(options) > 8
     assert [option for option in sorted(options) if f"`{option}" not in text] == []
+
+
+def test_everything_around_a_step_that_is_compared_is_documented() -> None:
+    text = (ROOT / "docs/explanation/guards.md").read_text()
+    assert [name for name, _ in AMBIENT if name not in text] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

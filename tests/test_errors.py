@@ -112,6 +112,14 @@ def test_every_code_has_its_cause_and_remedy() -> None:
             assert all(cell.endswith(".") for cell in cells), code
 
 
+def test_the_page_on_what_holds_names_codes_that_exist() -> None:
+    """What stands alone in brackets there is a code."""
+    text = (_ROOT / "docs/explanation/guards.md").read_text()
+    named = set(re.findall(r"\(`([a-z_]+)`[;)]", text)) - {"getattr"}
+    assert len(named) > 25
+    assert named <= {code for rows in _documented().values() for code, _ in rows}
+
+
 def test_codes_are_in_order() -> None:
     for heading, rows in _documented().items():
         codes = [code for code, cells in rows if len(cells) == 2]

@@ -408,7 +408,7 @@ class Step:
         self._in_vain += 1
         if self._in_vain == _MANY_IN_VAIN:
             logger.warning(
-                "in each of the last %d calls, branches on values (docs/explanation/values.md) went another way than in every plan, so "
+                "in each of the last %d calls, branches on values (docs/explanation/guards.md) went another way than in every plan, so "
                 "your own function ran. Use torch.where there, or set ROAM_DISABLE=1",
                 self._in_vain,
             )
