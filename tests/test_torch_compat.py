@@ -235,6 +235,11 @@ def _below_autograd() -> bool:
         return (torch.ones(2, requires_grad=True) * 2).grad_fn is None
 
 
+def _dispatches_in_python() -> bool:
+    with private.enable_python_dispatcher():
+        return bool(torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher"))
+
+
 def _saved_hooks() -> bool:
     none = private.saved_tensor_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
@@ -1422,6 +1427,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "TRACER_ENTRIES": _tracers,
     "VF": _packed,
     "BelowAutograd": _below_autograd,
+    "enable_python_dispatcher": _dispatches_in_python,
     "DataDependentOutputException": _data_dependent,
     "DeviceContext": _function_modes,
     "DisableAutocast": _autocasts,

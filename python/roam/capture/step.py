@@ -23,6 +23,7 @@ from roam.capture.compiled.repeated_blocks import compile_blocks
 from roam.capture.cuda_estimate.absent import estimate_of
 from roam.capture.distributed.fully_shard import set_up
 from roam.capture.fake_kernels.cache import Remembered
+from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.fake_kernels.tensors import marked_fakes
 from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
@@ -383,6 +384,7 @@ def capture_step(
     known: Known | None = None,
     asks_kernels: bool = False,
     answers: Answers | None = None,
+    sized: SizedKernels | None = None,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
 
@@ -393,6 +395,8 @@ def capture_step(
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
             results lie in memory.
         answers: what to take for granted at branches, where the step's code goes on either way.
+        sized: makes what follows from the symbols of sizes; None if all sizes are those of the
+            call.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
     # them.
@@ -435,6 +439,7 @@ def capture_step(
                                 settles,
                                 from_plain,
                                 lacking,
+                                sized,
                             )
                             if blamed is not None:
                                 known.not_growing |= blamed[0]
@@ -506,6 +511,7 @@ def _captured(
     settles: _Settles | None,
     from_plain: set[str],
     lacking: set[str],
+    sized: SizedKernels | None,
 ) -> CapturedStep:
     taker = known.taker
     taken = taker.take(args, kwargs)
@@ -551,6 +557,7 @@ def _captured(
             answers,
             from_plain,
             lacking,
+            sized=sized,
         )
         programs = None
         if integers:
@@ -629,7 +636,7 @@ def _captured(
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards, answers)
         return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
-    if steady is not first:
+    if steady is not first and sized is None:
         known.add(steady)
     carried = {
         reference.path
@@ -867,6 +874,8 @@ class _Tracer:
     """The places of the integers among the flattened arguments that are live where floats are."""
     copies_lists: bool = False
     """Whether it gets copies of lists that grow, instead of stand-ins."""
+    sized: SizedKernels | None = None
+    """What makes fakes whose sizes follow from symbols."""
 
     @interrupts_wait()
     def programs(
@@ -929,6 +938,7 @@ class _Tracer:
             copies_lists=self.copies_lists,
             integers=self.integers,
             lacking=self.lacking,
+            sized=self.sized,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
@@ -959,7 +969,8 @@ class _Tracer:
                     programs[-1].unsettled = error
                     return programs
                 self._check_unread(fake_state, is_over=True)
-                self.known.share(program)
+                if self.sized is None:  # of equal numbers only some may follow from symbols
+                    self.known.share(program)
                 reads.check()
                 reads.add_functions(self.reliance.unreached(self.reach))
                 if self.reach.may_be_narrower():
@@ -981,7 +992,9 @@ class _Tracer:
                         program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
-                programs.append(self.known.pruned(program))
+                programs.append(
+                    self.known.pruned(program) if self.sized is None else prune(program)
+                )
                 if not live_numbers:
                     return programs
                 if moved:

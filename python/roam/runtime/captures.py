@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from roam.capture.step import CapturedStep
+from roam.state.argument_sizes import Larger
 from roam.state.arguments import Taker
 from roam.state.equality import Misfit
 from roam.state.step_call import StepCall
@@ -71,6 +72,9 @@ class Captures(Sequence[Captured[R]]):
         """Places of which the user has been warned."""
         self._captures: OrderedDict[Captured[R], None] = OrderedDict()
         self._by_key: dict[tuple[Hashable, ...], list[Captured[R]]] = {}
+        self.larger: tuple[Captured[R], tuple[int, ...]] | None = None
+        """What the last call that was looked for needs: a capture that holds for it, planned for
+        these sizes."""
 
     def __len__(self) -> int:
         return len(self._captures)
@@ -87,9 +91,13 @@ class Captures(Sequence[Captured[R]]):
         """The capture that fits a call, or why the most similar capture does not fit. `known` are
         the call's first answers to branches.
         """
-        first = None
-        for captured in self._by_key.get(call.key(taker), ()):
+        first, self.larger = None, None
+        alike = self._by_key.get(call.key(taker), ())
+        ranges = (one for one in self if one.step.arguments.sizes is not None and one not in alike)
+        for captured in (*alike, *ranges):
             misfit = captured.step.failure(call)
+            if isinstance(misfit, Larger):
+                self.larger = captured, misfit.values
             for runner in () if misfit else captured.runners:
                 misfit = runner.failure(call, known)
                 if misfit is None:
@@ -99,6 +107,14 @@ class Captures(Sequence[Captured[R]]):
         if first is None and self._captures:
             first = next(iter(self)).step.failure(call)
         return first or Misfit("it is the first call")
+
+    def replace(self, captured: Captured[R], other: Captured[R]) -> None:
+        """Keeps one in another's place."""
+        del self._captures[captured]
+        self._captures[other] = None
+        self._once.pop(captured, None)
+        alike = self._by_key[captured.key]
+        alike[alike.index(captured)] = other
 
     def add(self, captured: Captured[R]) -> Captured[R] | None:
         """Keeps one more. Returns the capture that was dropped for it; None if none was."""

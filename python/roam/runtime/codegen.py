@@ -10,9 +10,9 @@ order have the same text, which is compiled once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,9 +20,12 @@ import torch
 from roam._core import Plan
 from roam.program.ir import Ref, substitute
 from roam.program.operators import on_list
+from roam.program.sizes import Size, expressions_in
 from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.streams import Streams
 from roam.torch_compat.private import OpOverload, c_function
+
+Run = Callable[[list[Any]], Outgoing]
 
 
 class Watcher(Protocol):
@@ -52,9 +55,19 @@ class GeneratedSource:
         plan: Plan,
         streams: Streams | None,
         watcher: Watcher | None = None,
+        *,
+        checks: Callable[[int], NoReturn] | None = None,
     ) -> None:
+        """Writes the text.
+
+        Args:
+            checks: is called with the number of a call whose result does not lie as the program
+                says; of those results alone whose sizes follow from symbols. None: nothing is
+                checked.
+        """
         self._bindings = bindings
         self._watcher = watcher
+        self._checks = checks
         self._streams = streams
         self._stream_of = [int(stream) for stream in plan.streams]
         self._recorded: dict[int, list[int]] = {}
@@ -64,14 +77,36 @@ class GeneratedSource:
             self._awaited.setdefault(after, []).append(event)
         self._steps = {index: step for step, index in enumerate(bindings.order)}
         self._names = _Names()
+        self._symbolic: list[str] | None = None
+        """Names of the constants that hold numbers which follow from symbols."""
         numbered = list(self._numbered())
         self.source = "\n".join(line for _, line in numbered)
         self.steps = [-1, *(step for step, _ in numbered)]
         self._module = _compiled.get(self.source) or compile(self.source, "<roam plan>", "exec")
         _compiled[self.source] = self._module
         exec(self._module, self._names.values)
-        self.run: Callable[[list[Any]], Outgoing] = self._names.values["run"]
+        self.run: Run = self._names.values["run"]
         self.code: CodeType = self._names.values["run"].__code__
+
+    def with_constants(
+        self, new: Callable[[Any], Any], others: Mapping[int, Callable[[], Any]]
+    ) -> Run:
+        """The function with other constants.
+
+        Args:
+            new: gives what stands for a nest of numbers that follow from symbols.
+            others: by identity, what makes the constants to be put in the places of other ones.
+        """
+        values = self._names.values
+        if self._symbolic is None:
+            self._symbolic = [name for name, value in values.items() if any(expressions_in(value))]
+        known = dict(values)
+        for name in self._symbolic:
+            known[name] = new(values[name])
+        for key, make in others.items():
+            if (known_as := self._names.name_of(key)) is not None:
+                known[known_as] = make()
+        return FunctionType(self.code, known)
 
     def _numbered(self) -> Iterator[tuple[int, str]]:
         """All lines, each with its step."""
@@ -118,7 +153,7 @@ class GeneratedSource:
         """One call. It is skipped if a number of the step leaves it out."""
         skip_if, lines = (
             self._bindings.program.calls[index].skip_if,
-            [*self._call(index), *self._watch(index)],
+            [*self._call(index), *self._watch(index), *self._check(index)],
         )
         if skip_if is None:
             yield from lines
@@ -131,6 +166,36 @@ class GeneratedSource:
         if self._watcher is not None:
             made = self._names.show([self._name(Ref(slot)) for slot in self._watcher.slots(index)])
             yield f"{self._names.constant(self._watcher)}.note({index}, {made})"
+
+    def _check(self, index: int) -> Iterator[str]:
+        """Compares how results lie with what the program says."""
+        if self._checks is None:
+            return
+        bindings, way = self._bindings, self._bindings.way(index)
+        call, differs = bindings.program.calls[index], self._names.constant(self._checks)
+        for slot in call.outputs:
+            meta = None if slot is None else bindings.program.slots[slot]
+            if meta is None or not any(expressions_in((meta.shape, meta.stride))):
+                continue
+            view, shape = bindings.views.get(slot), self._names.argument(meta.shape)  # type: ignore[arg-type]
+            if way == "view":
+                if call.target is torch.ops.aten.as_strided.default or call.returns_sequence:
+                    continue  # its arguments say how it lies
+                args, kwargs = (substitute(item, self._name) for item in (call.args, call.kwargs))
+                place = self._names.constant(view)
+                yield f"t = {self._line(call.function, args, kwargs)}"
+                yield (
+                    f"t.shape == {shape} and t.stride() == {place}.stride() and t.data_ptr() == {place}.data_ptr() or "
+                    f"t.numel() == 0 or {differs}({index})"
+                )
+            elif view is not None:
+                if way == "write":
+                    yield f"{self._names.constant(view)}.shape == {shape} or {differs}({index})"
+            else:
+                stride = self._names.argument(meta.stride)
+                yield (
+                    f"v{slot}.shape == {shape} and v{slot}.stride() == {stride} or v{slot}.numel() < 2 or {differs}({index})"
+                )
 
     def _call(self, index: int) -> Iterator[str]:
         """One call."""
@@ -174,6 +239,9 @@ class GeneratedSource:
             line = f"({targets},) = {line}" if call.returns_sequence else f"{targets} = {line}"
         yield line
         for slot in copied:
+            if self._checks is not None:
+                place = self._names.constant(self._bindings.views[slot])
+                yield f"v{slot}.shape == {place}.shape or {self._names.constant(self._checks)}({index})"
             yield f"{self._names.constant(self._bindings.views[slot])}.copy_(v{slot}); v{slot} = None"
 
     def _dying_arguments(self, index: int) -> list[str]:
@@ -261,6 +329,9 @@ _SMALL = 5
 """A whole number below it counts dimensions, as a rule, and is no size."""
 
 
+_WHOLE = (int, Size)
+
+
 class _Name(str):
     """A variable's name among the arguments to show."""
 
@@ -283,12 +354,16 @@ class _Names:
             self.values[name] = value
         return name
 
+    def name_of(self, key: int) -> str | None:
+        """The name of the constant with this identity; None if there is none."""
+        return self._known.get(key)
+
     def argument(self, value: Any) -> str:
         """What stands for an argument of a kernel: sizes by a name of their own, whatever they
         are.
         """
         is_size = (type(value) is int and abs(value) >= _SMALL) or (
-            type(value) in (list, tuple) and value and all(type(item) is int for item in value)
+            type(value) in (list, tuple) and value and all(type(item) in _WHOLE for item in value)
         )
         if not is_size:
             return self.show(value)

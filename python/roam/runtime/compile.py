@@ -29,6 +29,7 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.program.links import Links
+from roam.program.sizes import OneLength
 from roam.program.tier import is_available
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
@@ -42,6 +43,7 @@ from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
+from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
@@ -82,6 +84,7 @@ def compile(
     offload: str | os.PathLike[str] | None = None,
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
+    sizes: bool | Mapping[str, Mapping[int, int]] = False,
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -133,6 +136,12 @@ def compile(
             Python no longer launches kernels one by one. The step may read no value of the device,
             use the CPU, change its arguments, or launch collectives. See
             docs/how-to/cuda-graph.md.
+        sizes: whether one plan may hold for many sizes of the arguments, as the lengths of batches
+            are. If True, a dimension in which two calls differ becomes a range. If False, each size
+            has a plan of its own. A mapping says from the first call on which dimensions of which
+            arguments change, and the largest size of each: ``{"input_ids": {1: 512}}``. An argument
+            is named by its key, or in full, as in ``"args[0]['input_ids']"``. Totals and memory
+            budgets are those of the largest size. See docs/how-to/shapes.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -170,7 +179,10 @@ def compile(
         )
     if kernels not in ("eager", "inductor"):
         raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
+    if not isinstance(sizes, bool):
+        sizes = _ranges(sizes)
     options = Options(
+        sizes=sizes,
         time_limit_s=time_limit_s,
         pool=pool,
         poison=poison,
@@ -184,6 +196,26 @@ def compile(
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
     )
+
+
+def _ranges(sizes: Any) -> dict[str, dict[int, int]]:
+    """The largest size of each dimension of each argument that is named.
+
+    Raises:
+        ValueError: it is no mapping of names to mappings of dimensions to sizes.
+    """
+    known = {}
+    for name, dims in sizes.items() if isinstance(sizes, Mapping) else (("", None),):
+        if not isinstance(dims, Mapping) or not all(
+            type(dim) is int and dim >= 0 and type(most) is int and most >= 2
+            for dim, most in dims.items()
+        ):
+            raise ValueError(
+                'sizes must be True, False or a mapping such as {"input_ids": {1: 512}}, which names an argument, '
+                f"its dimensions, and the largest size of each (2 or more), not {sizes!r}"
+            )
+        known[str(name)] = dict(dims)
+    return known
 
 
 def _is_at_least(least: int, value: Any, kind: type[Any]) -> bool:
@@ -230,6 +262,7 @@ class Step:
         self._known = Known(
             compiles_blocks=options.kernels == "inductor", is_captured_once=on_change != "replan"
         )
+        self._ranges = Ranges(options)
         self._last: Runner | None = None
         self._timings: Timings | None = None
         self._partly_updated: list[tuple[Any, Any, int]] = []
@@ -266,6 +299,8 @@ class Step:
             return None
         self._refuse_after_partial_update()
         found = self._captures.find(call, self._known.taker, known)
+        if isinstance(found, Misfit) and self._captures.larger and self._on_change == "replan":
+            found = self._enlarged(*self._captures.larger, call)
         if isinstance(found, Misfit):
             if known and self._on_change != "replan":
                 return None
@@ -739,7 +774,8 @@ class Step:
             regions = self._known.regions
             compiled, regions.around = regions.compiled, lambda: timings.running(timings.compile)
             with timings.running(timings.capture):
-                step = capture_step(
+                capture = partial(
+                    capture_step,
                     self._train_step,
                     call.args,
                     call.kwargs,
@@ -748,13 +784,25 @@ class Step:
                     asks_kernels=True,
                     answers=answers,
                 )
+                step = self._ranges.capture(capture, self._captures, call)
+                is_one_length = step is None
+                step = step or capture()
             if answers.guessed and not may_guess:
                 raise Unseen
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled
             call.forget()
             is_real = self._options.tries_kernels or not _has_fakes(step, call)
-            runners = self._planned(step, timings, is_real=is_real)
+            try:
+                runners = self._planned(step, timings, is_real=is_real)
+            except (OneLength, PlanError) as error:
+                if is_one_length:
+                    raise
+                replans.info(
+                    "%s is planned for the sizes of this call alone: %s", self._name, error
+                )
+                step = capture()
+                runners = self._planned(step, timings, is_real=is_real)
         captured = Captured(step, runners, call.key(self._known.taker), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.debug(
@@ -781,6 +829,29 @@ class Step:
             code="no_plan_fits",
         )
 
+    def _enlarged(
+        self,
+        captured: Captured[Runner],
+        values: tuple[int, ...],
+        call: StepCall,
+    ) -> tuple[Captured[Runner], Runner] | Misfit:
+        """Plans a capture anew for larger sizes, of which its recording holds, too."""
+        replans.info("%s is planned anew for larger arguments: %s", self._name, values)
+        announce()
+        timings = self._timings = Timings()
+        with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
+            larger = self._ranges.enlarged(captured.step, values)
+            is_real = self._options.tries_kernels or not _has_fakes(larger, call)
+            try:
+                runners = self._planned(larger, timings, is_real=is_real)
+            except (OneLength, PlanError) as error:
+                return Misfit(f"no plan is found for sizes {values} and all smaller ones: {error}")
+        seconds = captured.seconds + timings.total_s
+        self._captures.replace(
+            captured, replace(captured, step=larger, runners=runners, seconds=seconds)
+        )
+        return self._captures.find(call, self._known.taker)
+
     def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""
         known = [runner for captured in self._captures for runner in captured.runners]
@@ -804,6 +875,8 @@ class Step:
             offload=options.offload,
             timings=timings,
         )
+        if step.arguments.sizes is not None:
+            self._ranges.limited(step, choices)
         if options.cuda_graph:
             refuse_graph(choices[0].program, variants[0].device)
         guards = [runner.state_guard for runner in known]
@@ -815,6 +888,7 @@ class Step:
                 taker=step.arguments.taker,
                 is_state=step.guards.holds,
                 guards=guards,
+                sizes=step.arguments.sizes,
             )
             for place, (variant, choice) in enumerate(zip(variants, choices, strict=True))
         ]

@@ -18,6 +18,7 @@ from roam._core import Plan
 from roam.distributed.collectives import is_collective
 from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
+from roam.program import resized
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, substitute
@@ -27,6 +28,7 @@ from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.cuda_graph import CudaGraph, Recorder, RecordingFailed
 from roam.runtime.first_run import Check
+from roam.runtime.lengths import Generated, Lengths
 from roam.runtime.pool import Pool
 from roam.runtime.streams import Streams
 
@@ -70,6 +72,8 @@ class Executor:
             plan runs. If other steps have made it larger, its memory is freed first.
         tier: where tensors are offloaded, and what it has to hold; None if none is offloaded.
         recorder: what records runs as a CUDA graph; None: they are not.
+        symbols: what the sizes of the program follow from. It is planned for the largest, and `at`
+            says which the next run has.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Executor:
         shrinks: tuple[Pool, int] | None = None,
         tier: tuple[Tier, int] | None = None,
         recorder: Recorder | None = None,
+        symbols: Sequence[str] = (),
     ) -> None:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
@@ -98,6 +103,12 @@ class Executor:
         self._shrinks = shrinks
         self._tier = tier
         self._watcher: Watcher | None = None
+        self._symbols = symbols
+        self._lengths: Lengths | None = None
+        self.sizes: tuple[int, ...] = ()
+        """Of the next run: the values of `symbols`."""
+        self._ran: GeneratedSource | Generated | None = None
+        """What the last run executed."""
         self._graph = None
         if recorder is not None:
             address = (lambda: 0) if pool is None else (lambda: pool.address)
@@ -106,8 +117,15 @@ class Executor:
     def watch(self, watcher: Watcher | None) -> None:
         """From now on the watcher is told of each call; None: no more."""
         self._watcher = watcher
-        if self.generated is not None:
+        if self._lengths is not None:
+            self._lengths.watch(watcher)
+            self.generated = self._lengths.source
+        elif self.generated is not None:
             self.generated = GeneratedSource(self.bindings, self._plan, self._streams, watcher)
+
+    def at(self, sizes: tuple[int, ...]) -> None:
+        """The next runs have these sizes: the values of `symbols`."""
+        self.sizes = sizes
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -133,13 +151,14 @@ class Executor:
                 The list is emptied, so that what nothing else holds is gone after its last use.
         """
         assert self.generated is not None, "the first run is checked"
+        self._ran = self.generated if self._lengths is None else self._lengths.at(self.sizes)
         if self._graph is not None and self._watcher is None:
             try:
                 return self._graph.run(self.generated.run, inputs)
             except RecordingFailed as error:
                 raise self._unrecordable(error.__cause__ or error) from error.__cause__
         with nullcontext() if self._streams is None else self._streams.entered():
-            return self.generated.run(inputs)
+            return self._ran.run(inputs)
 
     def forget_graph(self) -> None:
         """Frees the CUDA graph, if there is one, and its memory."""
@@ -165,6 +184,8 @@ class Executor:
         Raises:
             ExecutionError: a kernel does something on real tensors that it did not do on fake ones.
         """
+        if self._symbols:
+            return self._run_resized(inputs)
         bindings = self.bindings
         check = Check(self.program)
         bindings.bind()
@@ -202,6 +223,27 @@ class Executor:
             self.generated = GeneratedSource(bindings, self._plan, self._streams, self._watcher)
         values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
         return bindings.outgoing(lambda ref: values[ref.slot])
+
+    def _run_resized(self, inputs: list[Any]) -> Outgoing:
+        """The first run, of the program at its sizes, in the places that it has by the plan."""
+        bindings = self.bindings
+        program = resized.at(self.program, dict(zip(self._symbols, self.sizes, strict=True)))
+        first = Executor(
+            program,
+            bindings.placed,
+            self._plan,
+            pool=bindings.pool,
+            poison=bindings.poison,
+            proven=self._proven,
+        )
+        first.watch(self._watcher)
+        outgoing = first.run_checked(inputs)
+        bindings.refused |= first.bindings.refused
+        if first.generated is not None:
+            bindings.bind()
+            self._lengths = Lengths(bindings, self._plan, self._symbols, self._watcher)
+            self.generated = self._lengths.source
+        return outgoing
 
     def _forget(self, step: int, index: int, values: dict[int, Any]) -> None:
         """Lets go of what dies at a step."""
@@ -315,8 +357,8 @@ class Executor:
             return known
         trace: TracebackType | None = error.__traceback__
         while trace is not None:
-            if self.generated is not None and trace.tb_frame.f_code is self.generated.code:
-                step = self.generated.steps[trace.tb_lineno or 0]
+            if self._ran is not None and trace.tb_frame.f_code is self._ran.code:
+                step = self._ran.steps[trace.tb_lineno or 0]
                 if step >= 0:
                     return Failure(step, self.program.calls[self.bindings.order[step]])
             trace = trace.tb_next

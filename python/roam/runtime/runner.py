@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -34,7 +34,8 @@ from roam.program.effects import (
     rebound,
 )
 from roam.program.gradient_lifetime import used_gradients
-from roam.program.ir import Call, Joined, Program, TensorMeta
+from roam.program.ir import Call, ComputedGuard, Joined, Program, TensorMeta
+from roam.program.resized import guards_with, numbers_at
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
@@ -46,6 +47,7 @@ from roam.runtime.pool import Pool
 from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
+from roam.state.argument_sizes import ArgumentSizes
 from roam.state.arguments import Taker
 from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
 from roam.state.changed_arguments import leave as leave_arguments
@@ -105,6 +107,7 @@ class Runner:
         taker: Taker,
         is_state: Callable[[object], bool],
         guards: Iterable[StateGuard] = (),
+        sizes: ArgumentSizes | None = None,
     ) -> None:
         """Prepares the runs.
 
@@ -112,7 +115,10 @@ class Runner:
             choice: how the variant runs.
             is_state: whether a list or dictionary is part of the step's state.
             guards: guards of other runners. If one of them compares the same, it is shared.
+            sizes: which sizes of the arguments follow from symbols, if any do.
         """
+        self._sizes = sizes
+        self._resized_guards: tuple[tuple[int, ...], Sequence[tuple[ComputedGuard, Any]]] = (), ()
         self.name = variant.name
         self._taker, self._is_state = taker, is_state
         self.choice = choice
@@ -145,6 +151,7 @@ class Runner:
             shrinks=shrinks,
             tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
             recorder=OnCuda(variant.device, self._generators) if options.cuda_graph else None,
+            symbols=() if sizes is None else sizes.symbols.names,
         )
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
@@ -301,15 +308,26 @@ class Runner:
         if not self._program.computed_guards:
             return None
         leaves = call.taken(self._taker).leaves
+        guards: Sequence[tuple[ComputedGuard, Any]] = self._program.computed_guards
+        if self._sizes is not None:
+            guards = self._guards_at(self._sizes.values(leaves))
 
         with self._kernels_alone():
-            for guard, answer in self._program.computed_guards:
+            for guard, answer in guards:
                 if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
                     return Misfit(
                         f"a condition on values, at {guard.source}, has another result than at "
                         "capture"
                     )
         return None
+
+    def _guards_at(self, values: tuple[int, ...]) -> Sequence[tuple[ComputedGuard, Any]]:
+        """The computed guards at sizes."""
+        if values != self._resized_guards[0]:
+            assert self._sizes is not None, "the sizes follow from symbols"
+            new = numbers_at(self._program.computed_guards, self._sizes.symbols.names, values)
+            self._resized_guards = values, guards_with(self._program.computed_guards, new)
+        return self._resized_guards[1]
 
     def _rate_failure(self, inputs: list[Any]) -> Misfit | None:
         for place, reference in self._rates:
@@ -387,6 +405,8 @@ class Runner:
             if misfit is not None and misfit.way == "refuse":
                 raise ExecutionError(misfit, code=misfit.code)
             leaves = call.taken(self._taker).leaves
+            if self._sizes is not None:
+                self._executor.at(self._sizes.values(leaves))
             call.inputs = []  # what nothing else holds is freed after its last use
             found = [effect.look_up(leaves) for _, effect in self._effects]
             sources = {path: held(reference, leaves) for path, reference in self._sources.items()}
@@ -668,6 +688,9 @@ class Runner:
             if self._may_go_on(error, failure):
                 return Declined(Misfit(f"{where} failed: {error}", way="own"))
             if isinstance(error, ExecutionError):
+                if self._sizes is not None and error.code == "differs_from_capture":
+                    self._sizes.excluded.add(self._executor.sizes)
+                    return Declined(Misfit(str(error), way="own"))
                 return error
             advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +97,7 @@ class Options:
     offload: Path | None = None
     kernels: Literal["eager", "inductor"] = "eager"
     cuda_graph: bool = False
+    sizes: bool | Mapping[str, Mapping[int, int]] = False
     tries_kernels: bool = False
     """Whether kernels are tried even if the step's tensors are fakes. The real tensors that these
     stand for have room.

@@ -22,6 +22,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from roam.program.sizes import Symbols
+from roam.state.argument_sizes import ArgumentSizes, may_have_symbols
 from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
@@ -686,17 +688,32 @@ class ArgGuard:
         ]
         self._aliasing = self._alias(taken.leaves)
         self._held = self._held_by_state(taken, (args, kwargs))
+        self.sizes: ArgumentSizes | None = None
+        """Which sizes of the arguments may be others than at capture."""
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
         shown = [
-            f"{path} {tuple(expected.metadata[2])}"
+            f"{path} {self._shape(place, expected)}"
             if isinstance(expected, _Leaf)
             else f"{path} {show(expected)}"
-            for path, expected in self._leaves
+            for place, (path, expected) in enumerate(self._leaves)
             if isinstance(expected, _Leaf) or is_plain(expected)
         ]
         return ", ".join(shown) or "no tensors"
+
+    def _shape(self, place: int, expected: _Leaf) -> str:
+        """A shape as people read it, with ranges of sizes."""
+        shape, sizes = tuple(expected.metadata[2]), self.sizes
+        if sizes is None or place not in sizes.dims:
+            return str(shape)
+        most = dict(zip(sizes.symbols.symbols.values(), sizes.most, strict=True))
+        symbols = sizes.dims[place]
+        shown = [
+            f"{sizes.least}..{most[symbols[dim]]}" if dim in symbols else str(size)
+            for dim, size in enumerate(shape)
+        ]
+        return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def described(self) -> list[tuple[str, Literal["tensor", "value", "object"]]]:
         """How a reader would write each of the flattened arguments, and what it is: a tensor, a
@@ -725,11 +742,14 @@ class ArgGuard:
             self._keys and not same(self._keys, _keys_in(taken.plain_spec))
         ):
             return Misfit("the arguments have another structure than before")
-        for (path, expected), value in zip(self._leaves, leaves, strict=True):
+        sized = () if self.sizes is None else self.sizes.dims
+        for place, ((path, expected), value) in enumerate(zip(self._leaves, leaves, strict=True)):
             if isinstance(expected, _Leaf):
                 if not issubclass(type(value), torch.Tensor):
                     return changed(path, "a tensor", show(value))
-                if metadata_of(value) != expected.metadata:
+                if metadata_of(value) != expected.metadata and not (
+                    place in sized and expected.is_resized(value)
+                ):
                     return metadata_change(path, expected.metadata, metadata_of(value))
                 if expected.is_received and _gradient(value) != expected.gradient:
                     return Misfit(
@@ -751,7 +771,52 @@ class ArgGuard:
                 "the arguments do not share memory, with one another or with the step's "
                 "state, or are not the same tensors, as before"
             )
-        return None
+        return None if self.sizes is None else self.sizes.failure(leaves)
+
+    def places_named(self, name: str) -> list[int]:
+        """The places of the tensors that a user calls so: by their paths, or the last key of
+        these.
+        """
+        return [
+            place
+            for place, (path, expected) in enumerate(self._leaves)
+            if isinstance(expected, _Leaf)
+            and (path == name or path.endswith((f"[{name!r}]", f".{name}")))
+        ]
+
+    def size(self, place: int, dim: int) -> int:
+        """A dimension of one of the flattened arguments at capture."""
+        expected: Any = self._leaves[place][1]
+        return int(expected.metadata[2][dim])
+
+    def changed_sizes(self, call: StepCall) -> dict[int, dict[int, tuple[int, int]]]:
+        """For each of a call's flattened arguments that differs from the captured call's in sizes
+        alone, the dimensions that differ, each with its size there and here. Empty if anything
+        else of the arguments' metadata differs, or a size may be no symbol.
+        """
+        taken = call.taken(self.taker)
+        if taken.spec != self._spec:
+            return {}
+        found = {}
+        for place, ((_, expected), value) in enumerate(
+            zip(self._leaves, taken.leaves, strict=True)
+        ):
+            if not isinstance(expected, _Leaf):
+                continue
+            if not issubclass(type(value), torch.Tensor):
+                return {}
+            if metadata_of(value) == expected.metadata:
+                continue
+            if not expected.is_resized(value) or not may_have_symbols(value):
+                return {}
+            before = expected.metadata[2]
+            found[place] = {
+                dim: sizes
+                for dim, sizes in enumerate(zip(before, value.shape, strict=True))
+                if sizes[0] != sizes[1]
+            }
+        sizes = (size for dims in found.values() for pair in dims.values() for size in pair)
+        return found if all(size >= Symbols.LEAST for size in sizes) else {}
 
     def _held_by_state(self, taken: Taken, arguments: Any) -> tuple[list[int], list[int]]:
         """Which of the objects and containers that are taken apart the state holds too, and where,
@@ -802,6 +867,13 @@ class _Leaf:
         self.metadata = metadata_of(tensor)
         self.gradient = _gradient(tensor)
         self.is_received = is_received
+
+    def is_resized(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has these metadata except for sizes, and strides that follow from
+        them.
+        """
+        before, now = self.metadata, metadata_of(tensor)
+        return len(before[2]) == len(now[2]) and (*before[:2], *before[4:]) == (*now[:2], *now[4:])
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._dispatch.python import enable_python_dispatcher
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims_common import compute_elementwise_output_strides as strides_together
@@ -1535,6 +1536,7 @@ __all__ = [
     "dispatch_modes",
     "distributed_switches",
     "dtensor_class",
+    "enable_python_dispatcher",
     "engine",
     "engine_will_run",
     "exchange_shard",

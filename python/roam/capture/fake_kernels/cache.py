@@ -40,7 +40,7 @@ _NEVER: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class Made:
     """A new tensor, or a view of an argument."""
 
     shape: tuple[int, ...]
@@ -52,6 +52,15 @@ class _Made:
     """The place, among the argument tensors, of the tensor that it is a view of."""
     size_bytes: int | None
     """Bytes of its storage, if these are more than its elements take."""
+
+    def bytes(self) -> int:
+        """Bytes of its storage, if that is its own."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
     def again(self, maker: Maker, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
         if self.base is None and self.size_bytes is None:
@@ -66,7 +75,7 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """One of the arguments, as kernels that work in place return it."""
 
     place: int
@@ -76,17 +85,19 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
-    items: list[_Made | _Given | None]
+class Results:
+    """What a kernel gives, and in what container."""
+
+    items: list[Made | Given | None]
     container: type | None
 
     def makes_memory(self) -> bool:
         """Whether any result has memory of its own."""
         return any(
-            type(item) is _Made and item.base is None and 0 not in item.shape for item in self.items
+            type(item) is Made and item.base is None and 0 not in item.shape for item in self.items
         )
 
-    def is_like(self, other: _Results) -> bool:
+    def is_like(self, other: Results) -> bool:
         """Whether the results are those of the other except for how they lie in memory."""
         return self.container is other.container and [_told(item) for item in self.items] == [
             _told(item) for item in other.items
@@ -107,7 +118,7 @@ _MOST_REMEMBERED = 20_000
 """If there are more results than this, all are forgotten. A deep step has a few hundred for each
 shape.
 """
-_asked: dict[Any, _Results | None] = {}
+_asked: dict[Any, Results | None] = {}
 """What real kernels have answered so far in the process."""
 
 
@@ -117,7 +128,7 @@ class Remembered:
     """
 
     def __init__(self) -> None:
-        self.results: dict[Any, _Results | None] = {}
+        self.results: dict[Any, Results | None] = {}
         self._settings: tuple[object, ...] = ()
 
     def enter(self) -> None:
@@ -147,7 +158,7 @@ class FakeKernels:
         """
         self._known = Remembered() if remembered is None or not asks else remembered
         self._known.enter()
-        self._of_others: dict[Any, _Results | None] = {}
+        self._of_others: dict[Any, Results | None] = {}
         """Results of operators of other libraries, which may get another fake kernel before the
         next capture.
         """
@@ -176,17 +187,17 @@ class FakeKernels:
             signatures: `signature` of each slot that a `Ref` may name.
         """
         args, kwargs = given
-        if not _is_known_by_metadata(func):
+        if not is_known_by_metadata(func):
             return as_real(func, args, func(*args, **kwargs))
         # A dtype that nobody names is the default one, which the step may set.
-        key = func, _key(recorded, signatures), torch.get_default_dtype()
+        key = func, key_of(recorded, signatures), torch.get_default_dtype()
         results = self._known.results if is_ours(func) else self._of_others
         known = results.get(key)
         if known is not None:
             return known.again(self._maker, tensors)
-        result, found = self._run(func, args, kwargs, tensors)
+        result, found = self.run_once(func, args, kwargs, tensors)
         if key not in results:
-            real = None if is_sure(func, tensors) else self._real(key, given, tensors, found)
+            real = None if is_sure(func, tensors) else self.real(key, given, tensors, found)
             results[key] = real or found
             if real is not None:
                 return real.again(self._maker, tensors)
@@ -196,9 +207,9 @@ class FakeKernels:
         """Lets go of the fake tensors' mode; what kernels make of them is still known."""
         self._maker.forget()
 
-    def _run(
+    def run_once(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Any]
-    ) -> tuple[Any, _Results | None]:
+    ) -> tuple[Any, Results | None]:
         """A kernel's results on fake tensors, and how to make them again where that is known."""
         shown = on_meta(func, args, kwargs, tensors)
         found = (
@@ -213,9 +224,9 @@ class FakeKernels:
         real = as_real(func, args, result)
         return real, found if found is not None and real is result else _remembered(real, tensors)
 
-    def _real(
-        self, key: Any, given: Any, tensors: list[Any], fake: _Results | None
-    ) -> _Results | None:
+    def real(
+        self, key: Any, given: Any, tensors: list[Any], fake: Results | None
+    ) -> Results | None:
         """How the real kernel lays out the results of the fake one; None if that is not
         known.
         """
@@ -233,24 +244,26 @@ class FakeKernels:
 
 
 @functools.cache
-def _is_known_by_metadata(func: Any) -> bool:
+def is_known_by_metadata(func: Any) -> bool:
+    """Whether the metadata of its arguments decide what a fake kernel gives."""
     return func not in ASKED and _NEVER.isdisjoint(func.tags)
 
 
-def _key(value: Any, signatures: list[int]) -> Any:
+def key_of(value: Any, signatures: list[int]) -> Any:
+    """A nest of arguments as a key, with the signature of a slot for each `Ref`."""
     kind = type(value)
     if kind is Ref:
         return signatures[value.slot]
     if kind is tuple or kind is list:
-        return (kind, *[_key(item, signatures) for item in value])
+        return (kind, *[key_of(item, signatures) for item in value])
     if kind is dict:
-        return (kind, *[(name, _key(item, signatures)) for name, item in value.items()])
+        return (kind, *[(name, key_of(item, signatures)) for name, item in value.items()])
     return kind, value
 
 
 def _remembered(
     result: Any, tensors: list[Any], device: torch.device | None = None
-) -> _Results | None:
+) -> Results | None:
     """How to make the same results again on fake tensors; None if that is not known.
 
     `device`: where the results are to be, if not where they are.
@@ -259,11 +272,20 @@ def _remembered(
     items = [_item(item, tensors, device) for item in ((result,) if is_one else result)]
     if not tensors or any(item is NotImplemented for item in items):
         return None
-    return _Results(items, None if is_one else type(result))
+    return Results(items, None if is_one else type(result))
 
 
-def _told(item: _Made | _Given | None) -> object:
-    return (item.shape, item.dtype, item.device, item.base) if type(item) is _Made else item
+def described(result: Any, tensors: list[Any]) -> Results | None:
+    """As `_remembered`, also where no argument is a tensor."""
+    is_one = not isinstance(result, (tuple, list))
+    items = [_item(item, tensors, None) for item in ((result,) if is_one else result)]
+    if any(item is NotImplemented for item in items):
+        return None
+    return Results(items, None if is_one else type(result))
+
+
+def _told(item: Made | Given | None) -> object:
+    return (item.shape, item.dtype, item.device, item.base) if type(item) is Made else item
 
 
 def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
@@ -271,7 +293,7 @@ def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
         return None
     for place, tensor in enumerate(tensors):
         if item is tensor:
-            return _Given(place)
+            return Given(place)
     if type(item) not in (FakeTensor, torch.Tensor) or item.layout is not torch.strided:
         return NotImplemented
     if item.is_conj() or item.is_neg():
@@ -288,7 +310,7 @@ def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
         else 0
     )
     is_tight = base is not None or (not offset and storage.nbytes() == needed * item.element_size())
-    return _Made(
+    return Made(
         shape,
         stride,
         offset,

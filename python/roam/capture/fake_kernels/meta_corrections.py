@@ -5,6 +5,7 @@ of a step finds those that are not known.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -237,20 +238,20 @@ def without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
     return results
 
 
-def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> int:
+def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> Any:
     """Bytes of the storage of a result for which a kernel takes more than it then fills; 0 for any
     other.
     """
     if func not in _OVERSIZED:
         return 0
     if func in _REDUCED_LOSSES:  # in the result's dtype, where the two differ
-        losses = torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()
-        return int(losses) * int(result.element_size())
+        losses = math.prod(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape))
+        return losses * int(result.element_size())
     if tensors[0].device.type != "cpu":
         return 0
     item_bytes = int(tensors[0].element_size())
     if func in _UNFOLDED:
-        return int(tensors[0].numel()) * item_bytes
+        return tensors[0].numel() * item_bytes
     if func in _RUNS:  # it has room for as many runs as elements
         return int(tensors[0].numel()) * int(result.element_size()) if result.numel() else 0
     if position == 1 and result.numel():

@@ -22,6 +22,7 @@ from roam.capture.compiled.regions import Regions
 from roam.capture.cuda_estimate.absent import is_absent, prepare
 from roam.capture.distributed.fully_shard import check_sharded
 from roam.capture.fake_kernels.cache import FakeKernels, Remembered
+from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.fake_kernels.tensors import Maker
 from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.fake_identity import Identities
@@ -108,6 +109,7 @@ class FakeState:
         copies_lists: bool = False,
         integers: Collection[int] = (),
         lacking: Collection[str] = (),
+        sized: SizedKernels | None = None,
     ) -> None:
         """The fake state of a call.
 
@@ -130,6 +132,8 @@ class FakeState:
             integers: places of the integers among the flattened arguments that may be live.
             lacking: paths of the gradients that are not there if an earlier plan has freed them;
                 all others are.
+            sized: makes the fakes of arguments whose sizes follow from symbols; None if there are
+                none.
         """
         self.reach, self.lacking = reach, lacking
         self.integers = integers
@@ -217,6 +221,9 @@ class FakeState:
         self.is_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         """Whether the step is of real tensors."""
         self.kernels = FakeKernels(asks=asks_kernels and self.is_real, remembered=remembered)
+        self.sized = sized
+        if sized is not None:
+            sized.enter(self.kernels, self.mode)
         self.maker = Maker()
         self.identities = Identities()
         self.results: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -473,6 +480,8 @@ class FakeState:
             try:
                 plain = self.maker.plain(self.mode, tensor)
                 found = self.mode.from_tensor(tensor) if plain is None else plain
+                if self.sized is not None:
+                    found = self.sized.argument(tensor, found)
             finally:
                 tensor.grad = gradient
         if tensor.is_leaf and found.is_leaf and tensor.grad_dtype != found.grad_dtype:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 
 from roam.capture.fake_kernels.cache import FakeKernels
+from roam.capture.fake_kernels.sized import layout_of as sized_layout_of
+from roam.capture.fake_kernels.sized import recorded_number, signature
 from roam.capture.tracing.fake_identity import own_attributes
 from roam.capture.tracing.gradient_history import nodes_behind
 from roam.capture.tracing.rng import Watch
@@ -90,6 +92,9 @@ class Slots:
         self._kernels = kernels
         self._refs: list[Ref] = []
         self._signatures: list[int] = []
+        self._sized: list[Any] = []
+        """For each slot, what `_signatures` says, or a key that also tells expressions of sizes
+        apart."""
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[
             Any
@@ -358,6 +363,8 @@ class Slots:
         if issubclass(type(value), torch.Tensor):
             return self._refs[self._slot_of_argument(value, call.target, call.source)]
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            if (size := recorded_number(value)) is not None:
+                return size
             slot = self.slot_of(value)
             if slot is None:
                 self.refuse(
@@ -508,8 +515,11 @@ class Slots:
         """
         meta = self.program.slots[slot]
         assert meta is not None
+        number = self._storage_numbers.get(storage_pointer(tensor.untyped_storage()))
+        if (layout := sized_layout_of(tensor)) is not None:
+            return number == meta.storage and len(tensor.shape) == len(layout.shape)
         return (
-            self._storage_numbers.get(storage_pointer(tensor.untyped_storage())) == meta.storage
+            number == meta.storage
             and tensor.shape == meta.shape
             and tensor.stride() == meta.stride
             and tensor.storage_offset() == meta.offset
@@ -529,16 +539,25 @@ class Slots:
         return slot
 
     def _new_storage(self, tensor: Any, creator: int, name: str, at_least: int = 0) -> int:
+        layout = sized_layout_of(tensor)
+        size_bytes = (
+            tensor.untyped_storage().nbytes() if layout is None else layout.recorded().size_bytes
+        )
         self.program.storages.append(
-            Storage(max(tensor.untyped_storage().nbytes(), at_least), creator, name)
+            Storage(size_bytes if size_bytes >= at_least else at_least, creator, name)
         )
         return len(self.program.storages) - 1
 
     def _new_slot(self, tensor: Any, storage: int) -> int:
+        layout = sized_layout_of(tensor)
+        if layout is None:
+            shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        else:
+            shape, stride, offset, _ = layout.recorded()
         meta = TensorMeta(
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
+            shape,
+            stride,
+            offset,
             tensor.dtype,
             tensor.fake_device,  # `device` would be dispatched like an operator
             storage,
@@ -547,5 +566,10 @@ class Slots:
         )
         self.program.slots.append(meta)
         self._refs.append(ref_to(len(self._refs)))
-        self._signatures.append(self._kernels.signature(meta, tensor))
+        self._signatures.append(
+            self._kernels.signature(meta, getattr(tensor, "_roam_twin", tensor))
+        )
+        self._sized.append(
+            self._signatures[-1] if layout is None else signature(layout, self._signatures[-1])
+        )
         return len(self.program.slots) - 1

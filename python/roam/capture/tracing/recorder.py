@@ -21,6 +21,7 @@ from roam.capture.fake_kernels.meta_corrections import (
     selects_masked,
     without_masked,
 )
+from roam.capture.fake_kernels.sized import SizedKernels, layout_of, recorded_number
 from roam.capture.tracing import custom_ops, multi_tensor
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.composite_spectra import AS_FOR_REAL
@@ -110,6 +111,7 @@ class Recorder(Values, TorchDispatchMode):
         number_of: Callable[[Any], Any] = lambda _: MISSING,
         results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
         answers: Replay | None = None,
+        sized: SizedKernels | None = None,
     ) -> None:
         """A recording of nothing yet.
 
@@ -123,8 +125,11 @@ class Recorder(Values, TorchDispatchMode):
                 fake.
             answers: what to take for granted at branches, where the step's code goes on either way.
                 If None, the step is refused there.
+            sized: what kernels make of tensors whose sizes follow from symbols; None if there are
+                no such tensors.
         """
         TorchDispatchMode.__init__(self)
+        self._of_sizes = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
         self._switches = KernelSwitches()
@@ -259,12 +264,22 @@ class Recorder(Values, TorchDispatchMode):
                 "around the call of the step",
                 code="moved", op=str(func), source=source,
             )  # fmt: skip
+        sized = self._of_sizes
+        if sized is not None and not sized.concerns(given, tensors):
+            sized = None
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
+        if sized is not None and (shape is not None or facts.reshapes_in_place):
+            sized.symbols.refuse(f"{func} is given a size that changes")
         try:
             if shape is None:
+                kernels: Any = sized or self._kernels
                 with nullcontext() if facts.computes else _inference_left(tensors):
-                    result = self._kernels.run(
-                        func, given, tensors, (call.args, call.kwargs), self._signatures
+                    result = kernels.run(
+                        func,
+                        given,
+                        tensors,
+                        (call.args, call.kwargs),
+                        self._signatures if sized is None else self._sized,
                     )
             else:
                 result, value = self._decided(shape, call)
@@ -321,7 +336,7 @@ class Recorder(Values, TorchDispatchMode):
             if _identity(item) in arguments or not isinstance(item, torch.Tensor):
                 outputs.append(None)
                 continue
-            if any(not isinstance(size, int) for size in item.shape):
+            if layout_of(item) is None and any(not isinstance(size, int) for size in item.shape):
                 self.refuse_shape(call.name, call.source)
             if item.layout is not torch.strided:
                 self.refuse(
@@ -330,6 +345,7 @@ class Recorder(Values, TorchDispatchMode):
                     op=call.name, source=call.source,
                 )  # fmt: skip
             size_bytes = bytes_at_least(call.target, tensors, position, item)
+            size_bytes = recorded_number(size_bytes) or size_bytes
             slot = self._add_tensor(
                 item, creator=index, name=f"{base_name(call.target)}_{index}", at_least=size_bytes
             )

@@ -108,6 +108,7 @@ def trace(
         fake_state.number_of,
         fake_state.results,
         fake_state.answers.replay(_run.__code__),
+        fake_state.sized,
     )
     before = Before.of(fake_state)
     recorder.program.state_keys = [

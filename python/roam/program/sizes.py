@@ -1,0 +1,840 @@
+"""Sizes that follow from symbols: the length of a batch, the number of its samples.
+
+A `Size` is an integer of one call, with the expression that it follows from. So programs, graphs
+and plans that are made for one length are read as those of every length. An `Expression` is a
+polynomial of symbols and of quotients; equal ones are one object. It is also what PyTorch carries
+as a `torch.SymInt`'s node: what a step's code and PyTorch's own ask about sizes is answered for the
+call at hand, and every answer that is not the same in the whole range is kept as a condition.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from itertools import combinations_with_replacement
+from typing import Any, Final, NoReturn, cast
+
+_COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
+    "eq": ("==", operator.eq), "ne": ("!=", operator.ne), "lt": ("<", operator.lt),
+    "le": ("<=", operator.le), "gt": (">", operator.gt), "ge": (">=", operator.ge),
+}  # fmt: skip
+_TEXTS: Final[dict[str, str]] = {
+    "floordiv": "({} // {})", "mod": "({} % {})", "max": "max({}, {})", "min": "min({}, {})",
+    "truediv": "({} / {})", "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})",
+    "pow": "({} ** {})", "neg": "(-{})", "float": "float({})", "sqrt": "math.sqrt({})",
+    "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})", "round": "round({})",
+    "not": "(not {})", "and": "({} and {})", "or": "({} or {})",
+    **{name: f"({{}} {sign} {{}})" for name, (sign, _) in _COMPARISONS.items()},
+}  # fmt: skip
+"""How operators are written in Python."""
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    **{name: function for name, (_, function) in _COMPARISONS.items()},
+    **{name: getattr(operator, name) for name in ("floordiv", "mod", "truediv", "add", "sub", "mul", "pow", "neg")},
+    "max": max, "min": min, "float": float, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor,
+    "trunc": math.trunc, "round": round, "not": operator.not_,
+    "and": lambda one, other: one and other, "or": lambda one, other: one or other,
+}  # fmt: skip
+Monomial = tuple["Expression", ...]
+Text = str
+"""`Expression` has a method of the name `str`, for which PyTorch asks."""
+
+
+class OneLength(Exception):
+    """A step needs the value of a size itself, so what is recorded holds for this one alone."""
+
+
+class Narrower(OneLength):
+    """What is recorded would hold for a smaller range.
+
+    Attributes:
+        most: the largest values of symbols there, if these are to be smaller.
+        least: the smallest value of all symbols there, if that is to be larger.
+    """
+
+    def __init__(self, reason: str, most: Mapping[str, int], least: int) -> None:
+        super().__init__(reason)
+        self.most = most
+        self.least = least
+
+
+class Symbols:
+    """The symbols of one capture, and what has been asked about them.
+
+    Args:
+        values: of each symbol, in the call that is captured.
+        most: the largest value of each symbol for which the capture may hold.
+        least: the smallest. It is 2 or more, since PyTorch treats 0 and 1 in ways of their own.
+
+    Attributes:
+        points: values of the symbols, first those of the call, at which kernels are asked for the
+            sizes of their results. Both ends of the range are among them, where what has a limit
+            shows it.
+        conditions: what the recording relies on, each with its answer.
+    """
+
+    LEAST = 2
+
+    def __init__(
+        self, values: Mapping[str, int], most: Mapping[str, int], least: int = LEAST
+    ) -> None:
+        self.most = dict(most)
+        self.least = least
+        self.names = list(values)
+        self.points = _points(values, most, least)
+        self.conditions: dict[Expression, bool] = {}
+        self.refused: OneLength | None = None
+        """Why what is recorded holds for one length only, if it does."""
+        self._order: dict[Expression, int] = {}
+        self._known: dict[Any, Expression] = {}
+        self._by_values: dict[tuple[Any, ...], Expression] = {}
+        self._by_ratio: dict[tuple[int, ...], tuple[Expression, int]] = {}
+        """The same, divided by what all values have in common."""
+        self.symbols = {name: self._symbol(name) for name in values}
+
+    def _symbol(self, name: str) -> Expression:
+        values = tuple(point[name] for point in self.points)
+        made = Expression(self, "i", "symbol", (name,), values, (self.least, self.most[name]))
+        made.terms = {(made,): 1}
+        self._order[made] = len(self._order)
+        self._register(made)
+        return made
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Says that what is recorded holds for one length only. The step's code may catch it."""
+        self._refuse(OneLength(reason))
+
+    def _refuse(self, refusal: OneLength) -> NoReturn:
+        self.refused = self.refused or refusal
+        raise refusal
+
+    def constant(self, value: Any) -> Expression:
+        """A number that is the same everywhere."""
+        key = "constant", type(value), value
+        found = self._known.get(key)
+        if found is None:
+            kind = "b" if type(value) is bool else "f" if type(value) is float else "i"
+            bounds = None if kind == "f" else (value, value)
+            found = Expression(
+                self, kind, "constant", (value,), (value,) * len(self.points), bounds
+            )
+            found.terms = {(): value} if kind == "i" and value else {}
+            self._known[key] = found
+        return found
+
+    def polynomial(self, terms: Mapping[Monomial, int]) -> Expression:
+        """The sum of monomials, each with a factor."""
+        terms = {atoms: factor for atoms, factor in terms.items() if factor}
+        if not terms:
+            return self.constant(0)
+        if len(terms) == 1:
+            ((atoms, factor),) = terms.items()
+            if not atoms:
+                return self.constant(factor)
+            if factor == 1 and len(atoms) == 1:
+                return atoms[0]
+        key = frozenset(terms.items())
+        found = self._known.get(key)
+        if found is None:
+            values = tuple(
+                sum(
+                    factor * math.prod(atom.values[place] for atom in atoms)
+                    for atoms, factor in terms.items()
+                )
+                for place in range(len(self.points))
+            )
+            found = Expression(self, "i", "polynomial", (), values, _bounds(terms))
+            found.terms = dict(terms)
+            self._note(key, found)
+        return found
+
+    def atom(self, op: str, args: tuple[Expression, ...], kind: str) -> Expression:
+        """An operator's result that is no polynomial."""
+        key = (op, *args)
+        found = self._known.get(key)
+        if found is None:
+            function = _FUNCTIONS[op]
+            values = tuple(
+                _applied(function, [arg.values[place] for arg in args])
+                for place in range(len(self.points))
+            )
+            bounds = _atom_bounds(op, args)
+            found = Expression(self, kind, op, args, values, bounds)
+            if all(arg.op == "constant" for arg in args):
+                found = self.constant(values[0])
+            elif kind == "i":
+                found.terms = {(found,): 1}
+            self._note(key, found)
+        return found
+
+    def _note(self, key: Any, found: Expression) -> None:
+        self._known[key] = found
+        self._order.setdefault(found, len(self._order))
+        if found.kind == "i":
+            self._register(found)
+
+    def _register(self, found: Expression) -> None:
+        self._by_values.setdefault(found.values, found)
+        shared = math.gcd(*found.values)
+        if shared:
+            ratio = tuple(value // shared for value in found.values)
+            self._by_ratio.setdefault(ratio, (found, shared))
+
+    def product(self, one: Monomial, other: Monomial) -> Monomial:
+        return tuple(sorted((*one, *other), key=self._order.__getitem__))
+
+    def with_values(self, values: tuple[int, ...]) -> Expression | None:
+        """The expression of an integer that kernels were asked for at `points`; None if none is
+        found.
+        """
+        if all(value == values[0] for value in values):
+            return self.constant(values[0])
+        return self._by_values.get(values) or self._multiple(values) or self._fitted(values)
+
+    def _multiple(self, values: tuple[int, ...]) -> Expression | None:
+        """A multiple of a known expression; None if there is none."""
+        shared = math.gcd(*values)
+        if not shared:
+            return None
+        found, by = self._by_ratio.get(tuple(value // shared for value in values), (None, 1))
+        return None if found is None or shared % by else found.mul(self.constant(shared // by))
+
+    def narrow(self, values: tuple[int, ...]) -> None:
+        """Says so if these are the values of an expression up to a limit, such as the length of a
+        table that is cut.
+        """
+        cut = max(values)
+        inner = [place for place, value in enumerate(values) if value < cut]
+        for found in list(self._by_values.values()):
+            names = [name for name, symbol in self.symbols.items() if symbol in found.atoms()]
+            if (
+                inner
+                and len(names) == 1
+                and found.value <= cut
+                and all(found.values[place] == values[place] for place in inner)
+                and all(
+                    min(value, cut) == other
+                    for value, other in zip(found.values, values, strict=True)
+                )
+            ):
+                (name,) = names
+                low, high = self.symbols[name].value, self.most[name]
+                at = Evaluator([found], [name]).values
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    low, high = (middle, high) if at(middle)[0] <= cut else (low, middle - 1)
+                if low < self.most[name]:
+                    reason = f"the size {name} is cut at {low}"
+                    self._refuse(Narrower(reason, {**self.most, name: low}, self.least))
+
+    def narrow_to_conditions(self) -> None:
+        """Says so if conditions that the recording relies on do not hold at some of the points."""
+        asked = Evaluator(self.conditions, self.names)
+        answers = list(self.conditions.values())
+
+        def hold(**values: int) -> bool:
+            found = asked.values(**{**self.points[0], **values})
+            return list(map(bool, found)) == answers
+
+        least, most = self.least, dict(self.most)
+        for name, value in self.points[0].items():
+            low = value
+            while low > least and hold(**{name: low - 1}):
+                low -= 1
+            least = max(least, low)
+            inside, outside = value, most[name] + 1
+            while outside - inside > 1:
+                middle = (inside + outside) // 2
+                inside, outside = (middle, outside) if hold(**{name: middle}) else (inside, middle)
+            most[name] = inside
+        values = self.points[0]
+        if (least, most) != (self.least, self.most) and any(
+            most[name] > max(least, value) for name, value in values.items()
+        ):
+            reason = "conditions on sizes hold in a part of the range"
+            self._refuse(Narrower(reason, most, min(least, *values.values())))
+
+    def raise_least(self, reason: str) -> NoReturn:
+        """Says that what is recorded would hold for larger sizes only."""
+        self.narrow_to_conditions()
+        lowest = min(self.points[0].values())
+        if self.least >= lowest:
+            self.refuse(reason)
+        self._refuse(Narrower(reason, self.most, min(2 * self.least, lowest)))
+
+    def _fitted(self, values: tuple[int, ...]) -> Expression | None:
+        """The polynomial of degree 2 at most that has these values; None if there is none."""
+        monomials: list[Monomial] = [()]
+        for degree in (1, 2):
+            monomials += combinations_with_replacement(self.symbols.values(), degree)
+        rows = [
+            [Fraction(math.prod(atom.values[place] for atom in atoms)) for atoms in monomials]
+            for place in range(len(self.points))
+        ]
+        factors = _solved(rows, [Fraction(value) for value in values])
+        if factors is None:
+            return None
+        whole = math.lcm(*(factor.denominator for factor in factors))
+        terms = {
+            self.product(atoms, ()): int(factor * whole)
+            for atoms, factor in zip(monomials, factors, strict=True)
+        }
+        made = self.polynomial(terms)
+        return made if whole == 1 else made.floordiv(self.constant(whole))
+
+
+class Expression:
+    """A number that follows from symbols.
+
+    Attributes:
+        kind: "i" for an integer, "f" for a float, "b" for a condition.
+        op: what it is made by.
+        args: what of.
+        values: at the points of its `Symbols`; the first is that of the call.
+        bounds: between which it is in the whole range; None if that is not known.
+        terms: an integer as a sum of monomials.
+    """
+
+    __slots__ = ("args", "bounds", "kind", "op", "symbols", "terms", "values")
+
+    def __init__(
+        self, symbols: Symbols, kind: Text, op: Text, args: tuple[Any, ...], values: tuple[Any, ...], bounds: Any
+    ) -> None:  # fmt: skip
+        self.symbols = symbols
+        self.kind = kind
+        self.op = op
+        self.args = args
+        self.values = values
+        self.bounds = bounds
+        self.terms: dict[Monomial, int] = {}
+
+    @property
+    def value(self) -> Any:
+        """In the call that is captured."""
+        return self.values[0]
+
+    def text(self) -> Text:
+        """As Python, over the names of symbols."""
+        if self.op == "symbol":
+            return cast("Text", self.args[0])
+        if self.op == "constant":
+            return repr(self.args[0])
+        if self.op == "polynomial":
+            return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
+        return _TEXTS[self.op].format(*(arg.text() for arg in self.args))
+
+    def atoms(self) -> set[Expression]:
+        """The symbols that it follows from."""
+        if self.op == "symbol":
+            return {self}
+        if self.op == "polynomial":
+            parts: Iterable[Any] = (atom for atoms in self.terms for atom in atoms)
+        else:
+            parts = (arg for arg in self.args if isinstance(arg, Expression))
+        return {symbol for part in parts for symbol in part.atoms()}
+
+    # -- what it is, as PyTorch asks a `torch.SymInt`'s node
+
+    def is_int(self) -> bool:
+        return self.kind == "i"
+
+    def is_float(self) -> bool:
+        return self.kind == "f"
+
+    def is_bool(self) -> bool:
+        return self.kind == "b"
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def nested_int(self) -> None:
+        return None
+
+    def is_symbolic(self) -> bool:
+        return self.op != "constant"
+
+    def is_constant(self) -> bool:
+        return self.op == "constant"
+
+    def has_hint(self) -> bool:
+        return True
+
+    @property
+    def hint(self) -> Any:
+        return self.value
+
+    _hint = hint
+
+    @property
+    def expr(self) -> Expression:
+        return self
+
+    @property
+    def pytype(self) -> type:
+        return {"i": int, "f": float, "b": bool}[self.kind]
+
+    def require_hint(self, fallback: Any = None) -> Any:
+        return self.value
+
+    def constant_int(self) -> Any:
+        return self.args[0] if self.op == "constant" else None
+
+    maybe_as_int = maybe_as_float = maybe_as_bool = constant_bool = constant_int
+
+    def clone(self) -> Expression:
+        return self
+
+    def wrap_int(self, number: Any) -> Expression:
+        return self.symbols.constant(number)
+
+    wrap_float = wrap_bool = wrap_int
+
+    # -- questions
+
+    def guard_int(self, *_: object) -> Any:
+        """Code needs the number itself."""
+        if self.op != "constant":
+            self.symbols.refuse(f"the step needs the value of the size {self.text()} itself")
+        return self.args[0]
+
+    guard_float = int_ = guard_int
+
+    def known(self) -> bool | None:
+        """A condition's answer in the whole range; None if it differs, or that is not known."""
+        if self.op == "constant":
+            return bool(self.args[0])
+        return None if self.bounds is None else bool(self.bounds[0])
+
+    def guard_bool(self, *_: object) -> bool:
+        """A condition's answer in this call, on which the recording relies from now on."""
+        known = self.known()
+        if known is not None:
+            return known
+        self.symbols.conditions[self] = bool(self.value)
+        return bool(self.value)
+
+    bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
+
+    def expect_size(self, *_: object) -> bool:
+        return True
+
+    def statically_known_true(self, *_: object) -> bool:
+        return self.known() is True
+
+    def str(self) -> Any:
+        return self.guard_int()
+
+    _graph_repr = str
+
+    # -- arithmetic
+
+    def add(self, other: Expression) -> Expression:
+        return self._linear("add", other, 1)
+
+    def sub(self, other: Expression) -> Expression:
+        return self._linear("sub", other, -1)
+
+    def _linear(self, op: Text, other: Expression, sign: int) -> Expression:
+        if self.kind != "i" or other.kind != "i":
+            return self._float(op, other)
+        known = self.symbols._known
+        key = op, self, other
+        found = known.get(key)
+        if found is None:
+            terms = dict(self.terms)
+            for atoms, factor in other.terms.items():
+                terms[atoms] = terms.get(atoms, 0) + sign * factor
+            found = known[key] = self.symbols.polynomial(terms)
+        return found
+
+    def mul(self, other: Expression) -> Expression:
+        if self.kind != "i" or other.kind != "i":
+            return self._float("mul", other)
+        known = self.symbols._known
+        key = "mul", self, other
+        found = known.get(key)
+        if found is None:
+            terms: dict[Monomial, int] = {}
+            for atoms, factor in self.terms.items():
+                for others, times in other.terms.items():
+                    product = self.symbols.product(atoms, others)
+                    terms[product] = terms.get(product, 0) + factor * times
+            found = known[key] = self.symbols.polynomial(terms)
+        return found
+
+    def neg(self) -> Expression:
+        return self.wrap_int(0).sub(self) if self.kind == "i" else self._float("neg")
+
+    def floordiv(self, other: Expression) -> Expression:
+        quotient = self._quotient(other)
+        return self._atom("floordiv", other) if quotient is None else quotient
+
+    int_floordiv = floordiv
+
+    def mod(self, other: Expression) -> Expression:
+        return self._atom("mod", other) if self._quotient(other) is None else self.wrap_int(0)
+
+    def _quotient(self, other: Expression) -> Expression | None:
+        """The exact quotient by a monomial; None if it is none."""
+        if self.kind != "i" or len(other.terms) != 1:
+            return self.wrap_int(1) if self is other else None
+        ((divisor, by),) = other.terms.items()
+        terms: dict[Monomial, int] = {}
+        for atoms, factor in self.terms.items():
+            left = list(atoms)
+            for atom in divisor:
+                if atom not in left:
+                    return None
+                left.remove(atom)
+            if factor % by:
+                return None
+            terms[tuple(left)] = factor // by
+        return self.symbols.polynomial(terms)
+
+    def sym_max(self, other: Expression) -> Expression:
+        return self if self.ge(other).guard_bool() else other
+
+    def sym_min(self, other: Expression) -> Expression:
+        return other if self.ge(other).guard_bool() else self
+
+    def sym_sum(self, args: Iterable[Expression]) -> Expression:
+        total = self.wrap_int(0)
+        for arg in args:
+            total = total.add(arg)
+        return total
+
+    def truediv(self, other: Expression) -> Expression:
+        return self._float("truediv", other)
+
+    int_truediv = float_truediv = truediv
+
+    def pow(self, other: Expression) -> Expression:
+        if self.kind == "i" and other.op == "constant" and type(other.args[0]) is int:
+            exponent = other.args[0]
+            if 0 <= exponent <= 4:
+                result = self.wrap_int(1)
+                for _ in range(exponent):
+                    result = result.mul(self)
+                return result
+        return self._float("pow", other)
+
+    pow_by_natural = float_pow = pow
+
+    def sym_float(self) -> Expression:
+        return self if self.kind == "f" else self._float("float")
+
+    def sym_sqrt(self) -> Expression:
+        return self._float("sqrt")
+
+    _sym_sqrt = sym_sqrt
+
+    def ceil(self) -> Expression:
+        return self if self.kind == "i" else self._atom("ceil")
+
+    def floor(self) -> Expression:
+        return self if self.kind == "i" else self._atom("floor")
+
+    def trunc(self) -> Expression:
+        return self if self.kind == "i" else self._atom("trunc")
+
+    def _float(self, op: Text, *others: Expression) -> Expression:
+        return self.symbols.atom(op, (self, *others), "f")
+
+    def _atom(self, op: Text, *others: Expression) -> Expression:
+        return self.symbols.atom(op, (self, *others), "i")
+
+    def eq(self, other: Expression) -> Expression:
+        return _compared("eq", self, other)
+
+    def ne(self, other: Expression) -> Expression:
+        return _compared("ne", self, other)
+
+    def lt(self, other: Expression) -> Expression:
+        return _compared("lt", self, other)
+
+    def le(self, other: Expression) -> Expression:
+        return _compared("le", self, other)
+
+    def gt(self, other: Expression) -> Expression:
+        return _compared("gt", self, other)
+
+    def ge(self, other: Expression) -> Expression:
+        return _compared("ge", self, other)
+
+    def sym_not(self) -> Expression:
+        return self.symbols.atom("not", (self,), "b")
+
+    def sym_and(self, other: Expression) -> Expression:
+        return self.symbols.atom("and", (self, other), "b")
+
+    def sym_or(self, other: Expression) -> Expression:
+        return self.symbols.atom("or", (self, other), "b")
+
+    and_, or_ = sym_and, sym_or
+
+    def sym_ite(self, one: Expression, other: Expression) -> Expression:
+        return one if self.guard_bool() else other
+
+    # -- how sizes and strides lie
+
+    def is_contiguous(self, sizes: list[Any], strides: list[Any]) -> Expression:
+        return self._lies_in(sizes, strides, range(len(sizes) - 1, -1, -1))
+
+    def is_channels_last_contiguous_2d(self, sizes: list[Any], strides: list[Any]) -> Expression:
+        order = (1, 3, 2, 0)
+        return self._lies_in(sizes, strides, order) if len(sizes) == 4 else self.wrap_bool(False)
+
+    def is_channels_last_contiguous_3d(self, sizes: list[Any], strides: list[Any]) -> Expression:
+        order = (1, 4, 3, 2, 0)
+        return self._lies_in(sizes, strides, order) if len(sizes) == 5 else self.wrap_bool(False)
+
+    def is_channels_last_strides_2d(self, sizes: list[Any], strides: list[Any]) -> Expression:
+        return self._descends(sizes, strides, (1, 3, 2, 0))
+
+    def is_channels_last_strides_3d(self, sizes: list[Any], strides: list[Any]) -> Expression:
+        return self._descends(sizes, strides, (1, 4, 3, 2, 0))
+
+    def is_non_overlapping_and_dense_indicator(
+        self, sizes: list[Any], strides: list[Any]
+    ) -> Expression:
+        pairs = [
+            (self._of(size), self._of(step)) for size, step in zip(sizes, strides, strict=True)
+        ]
+        order = sorted(range(len(pairs)), key=lambda place: pairs[place][1].value)
+        return self._lies_in(sizes, strides, order)
+
+    is_non_overlapping_and_dense = is_non_overlapping_and_dense_indicator
+
+    def _of(self, number: Any) -> Expression:
+        if isinstance(number, Expression):
+            return number
+        node = getattr(number, "node", None)
+        return node if isinstance(node, Expression) else self.wrap_int(number)
+
+    def _lies_in(self, sizes: list[Any], strides: list[Any], order: Iterable[int]) -> Expression:
+        """Whether elements follow one another without gaps in this order of the dimensions."""
+        one = expected = self.wrap_int(1)
+        for place in order:
+            size = self._of(sizes[place])
+            if size.eq(one).guard_bool():
+                continue
+            if not self._of(strides[place]).eq(expected).guard_bool():
+                return self.wrap_bool(False)
+            expected = expected.mul(size)
+        return self.wrap_bool(True)
+
+    def _descends(self, sizes: list[Any], strides: list[Any], order: tuple[int, ...]) -> Expression:
+        """Whether strides grow in this order of the dimensions, as PyTorch tells channels last."""
+        if len(sizes) != len(order):
+            return self.wrap_bool(False)
+        least, channels = self.wrap_int(0), self._of(strides[1])
+        if channels.eq(least).guard_bool():
+            return self.wrap_bool(False)
+        one = self.wrap_int(1)
+        for place in order:
+            size, step = self._of(sizes[place]), self._of(strides[place])
+            if size.eq(self.wrap_int(0)).guard_bool() or step.lt(least).guard_bool():
+                return self.wrap_bool(False)
+            if place == 0 and least.eq(channels).guard_bool():
+                return self.wrap_bool(False)
+            least = step if size.eq(one).guard_bool() else step.mul(size)
+        return self.wrap_bool(True)
+
+
+def _compared(op: Text, one: Expression, other: Expression) -> Expression:
+    symbols = one.symbols
+    key = op, one, other
+    found = symbols._known.get(key)
+    if found is None:
+        answer = _static(op, one, other)
+        if answer is None:
+            found = symbols.atom(op, (one, other), "b")
+        else:
+            found = symbols._known[key] = symbols.constant(answer)
+    return found
+
+
+def _static(op: str, one: Expression, other: Expression) -> bool | None:
+    """A comparison's answer in the whole range; None if there is no one answer."""
+    if one.kind != "i" or other.kind != "i":
+        return None
+    difference = one.sub(other)
+    if difference.op == "constant":
+        return _COMPARISONS[op][1](difference.args[0], 0)
+    if difference.bounds is None:
+        return None
+    low, high = difference.bounds
+    function = _COMPARISONS[op][1]
+    if op in ("eq", "ne"):
+        return op == "ne" if low > 0 or high < 0 else None
+    answers = function(low, 0), function(high, 0)
+    return answers[0] if answers[0] == answers[1] else None
+
+
+def _bounds(terms: Mapping[Monomial, int]) -> tuple[int, int] | None:
+    """Between what a polynomial is, if its atoms are not negative."""
+    low = high = 0
+    for atoms, factor in terms.items():
+        least = most = 1
+        for atom in atoms:
+            if atom.bounds is None or atom.bounds[0] < 0:
+                return None
+            least, most = least * atom.bounds[0], most * atom.bounds[1]
+        ends = sorted((factor * least, factor * most))
+        low, high = low + ends[0], high + ends[1]
+    return low, high
+
+
+def _atom_bounds(op: str, args: tuple[Expression, ...]) -> tuple[Any, Any] | None:
+    if op == "floordiv" and args[1].op == "constant" and args[1].args[0] > 0:
+        bounds, by = args[0].bounds, args[1].args[0]
+        return None if bounds is None else (bounds[0] // by, bounds[1] // by)
+    if op == "mod" and args[1].op == "constant" and args[1].args[0] > 0:
+        return 0, args[1].args[0] - 1
+    if op in ("not", "and", "or"):
+        answers = [arg.known() for arg in args]
+        if op == "not":
+            return None if answers[0] is None else (not answers[0], not answers[0])
+        decides = op == "or"
+        if decides in answers:
+            return decides, decides
+        return None if None in answers else (not decides, not decides)
+    return None
+
+
+def _applied(function: Callable[..., Any], args: list[Any]) -> Any:
+    try:
+        return function(*args)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+def _monomial_text(term: tuple[Monomial, int]) -> str:
+    atoms, factor = term
+    shown = [atom.text() for atom in atoms]
+    return " * ".join([repr(factor), *shown] if factor != 1 or not atoms else shown)
+
+
+def _points(values: Mapping[str, int], most: Mapping[str, int], least: int) -> list[dict[str, int]]:
+    """The call's values, both ends of the range, and as many between as a polynomial of degree 2
+    needs, with two to spare. They have no common divisors, so no two sizes are equal by chance.
+    """
+    count = len(values)
+    wanted = (count + 1) * (count + 2) // 2 + 3
+    points = [dict(values), dict.fromkeys(values, least), dict(most)]
+    for turn in range(wanted - len(points)):
+        point = {}
+        for place, (name, value) in enumerate(values.items()):
+            # Small enough to be made of zeros, and of both parities.
+            start = 5 + (7 * turn * (place + 1) + 11 * place) % max(min(value, most[name]) - 5, 7)
+            point[name] = min(max(prime_from(start + turn), least + 1 + turn), most[name])
+        points.append(point)
+    for one, name in enumerate(values):  # ends apart from one another
+        points.append({**values, name: most[name]} if one % 2 else {**most, name: values[name]})
+    return points
+
+
+def prime_from(number: int) -> int:
+    """The first prime that is no less."""
+    while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):
+        number += 1
+    return number
+
+
+def _solved(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction] | None:
+    """The solution of a system of more equations than unknowns; None if it has none, or several."""
+    table = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    unknowns = len(rows[0])
+    for column in range(unknowns):
+        pivot = next((at for at in range(column, len(table)) if table[at][column]), None)
+        if pivot is None:
+            return None
+        table[column], table[pivot] = table[pivot], table[column]
+        lead = table[column]
+        for at, row in enumerate(table):
+            if at != column and row[column]:
+                by = row[column] / lead[column]
+                table[at] = [one - by * other for one, other in zip(row, lead, strict=True)]
+    if any(row[-1] for row in table[unknowns:]):
+        return None
+    return [table[at][-1] / table[at][at] for at in range(unknowns)]
+
+
+class Size(int):
+    """An integer of a program that follows from symbols.
+
+    Arithmetic gives plain integers; passes that make other sizes of these use `sized`.
+    """
+
+    expression: Expression
+
+    def __new__(cls, value: int, expression: Expression) -> Size:
+        made = int.__new__(cls, value)
+        made.expression = expression
+        return made
+
+
+class SizedFloat(float):
+    """A float of a program that follows from symbols."""
+
+    expression: Expression
+
+    def __new__(cls, value: float, expression: Expression) -> SizedFloat:
+        made = float.__new__(cls, value)
+        made.expression = expression
+        return made
+
+
+def number(expression: Expression) -> Any:
+    """What stands in a program for an expression."""
+    if expression.op == "constant":
+        return expression.args[0]
+    kind = SizedFloat if expression.kind == "f" else Size
+    return kind(expression.value, expression)
+
+
+class Evaluator:
+    """Gives the values of expressions for values of the symbols, by one compiled function.
+
+    Args:
+        symbols: the names of the symbols, in the order in which values are given.
+    """
+
+    def __init__(self, expressions: Iterable[Expression], symbols: Iterable[str]) -> None:
+        self.places = {found: place for place, found in enumerate(dict.fromkeys(expressions))}
+        text = ", ".join(found.text() for found in self.places)
+        known: dict[str, Any] = {"math": math}
+        exec(f"def values({', '.join(symbols)}):\n    return [{text}]", known)
+        self.values: Callable[..., list[Any]] = known["values"]
+
+
+def expressions_in(value: Any) -> Iterator[Expression]:
+    """The expressions in a nest of tuples, lists and dictionaries."""
+    kind = type(value)
+    if kind is Size or kind is SizedFloat:
+        yield value.expression
+    elif kind is tuple or kind is list:
+        for item in value:
+            yield from expressions_in(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from expressions_in(item)
+
+
+def replaced(value: Any, new: Callable[[Any], Any]) -> Any:
+    """A nest with `new` of each number that follows from symbols; the nest itself if there is
+    none.
+    """
+    kind = type(value)
+    if kind is Size or kind is SizedFloat:
+        return new(value)
+    if kind is tuple or kind is list:
+        items = [replaced(item, new) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return items if kind is list else tuple(items)
+    if kind is dict:
+        found = {key: replaced(item, new) for key, item in value.items()}
+        return value if all(found[key] is value[key] for key in value) else found
+    return value

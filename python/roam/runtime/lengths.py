@@ -1,0 +1,139 @@
+"""Runs one plan at any sizes that it holds for.
+
+Order, offsets and text are those of the plan's own, the largest sizes: blocks that do not overlap
+do not overlap when they shrink in place. What differs from one size to the next is a table of
+constants of the text: sizes, and views of the pool. What a recording says of a kernel's result is
+checked by the first run at each size.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+
+from roam._core import Plan
+from roam.errors import ExecutionError
+from roam.program.ir import TensorMeta
+from roam.program.resized import expressions_of
+from roam.program.sizes import Evaluator, expressions_in, replaced
+from roam.runtime.bindings import Bindings
+from roam.runtime.codegen import GeneratedSource, Run, Watcher
+
+_MOST = 32
+"""How many tables are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A text at some sizes; see `GeneratedSource`."""
+
+    run: Run
+    code: CodeType
+    steps: list[int]
+
+
+class Lengths:
+    """The text of one plan at several sizes.
+
+    Args:
+        bindings: bound, of the program at the largest sizes; its numbers have their expressions.
+        plan: the plan.
+        symbols: the names of the symbols.
+        watcher: is told of every call.
+    """
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        plan: Plan,
+        symbols: Sequence[str],
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._bindings, self._plan, self._symbols = bindings, plan, symbols
+        self._evaluator = Evaluator(expressions_of(bindings.program), symbols)
+        self._sizes_bytes = [
+            (place, storage.size_bytes)
+            for place, storage in enumerate(bindings.program.storages)
+            if any(expressions_in(storage.size_bytes))
+        ]
+        self._sized_views = {
+            id(view): (slot, meta)
+            for slot, view in bindings.views.items()
+            if (meta := bindings.program.slots[slot]) is not None
+            and any(expressions_in((meta.shape, meta.stride, meta.offset)))
+        }
+        self._checked = self._text(None, checks=True)
+        self._seen: set[tuple[int, ...]] = set()
+        self._tables: OrderedDict[tuple[int, ...], Generated] = OrderedDict()
+        self.watch(watcher)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """From now on the watcher is told of every call."""
+        self.source = self._text(watcher)
+        self._watcher = watcher
+        self._tables.clear()
+
+    def at(self, values: tuple[int, ...]) -> Generated:
+        """The text at these sizes. The first that is asked for at each checks what kernels give. To
+        be called while the pool is held.
+        """
+        known = self._tables.get(values)
+        if known is not None:
+            self._tables.move_to_end(values)
+            return known
+        is_new = values not in self._seen and self._watcher is None
+        made = self._table(self._checked if is_new else self.source, values)
+        if is_new:
+            self._seen.add(values)
+        else:
+            self._tables[values] = made
+            if len(self._tables) > _MOST:
+                self._tables.popitem(last=False)
+        return made
+
+    def _text(self, watcher: Watcher | None, *, checks: bool = False) -> GeneratedSource:
+        return GeneratedSource(
+            self._bindings, self._plan, None, watcher, checks=self._differs if checks else None
+        )
+
+    def _table(self, source: GeneratedSource, values: tuple[int, ...]) -> Generated:
+        known, places = self._evaluator.values(*values), self._evaluator.places
+
+        def new(number: Any) -> Any:
+            return known[places[number.expression]]
+
+        for storage, size_bytes in self._sizes_bytes:
+            if new(size_bytes) > size_bytes:
+                raise ExecutionError(
+                    f"{self._bindings.program.storages[storage].name} takes more memory at sizes {values} than at larger "
+                    "ones, for which the plan is made; please report it",
+                    code="differs_from_capture",
+                )
+        pool, offsets = self._bindings.pool, self._bindings.offsets
+
+        def view(meta: TensorMeta) -> torch.Tensor:
+            assert pool is not None, "there are views"
+            shape, stride, offset = replaced((meta.shape, meta.stride, meta.offset), new)
+            now = replace(meta, shape=shape, stride=stride, offset=offset)
+            return pool.tensor(now, offsets[meta.storage])
+
+        with torch.inference_mode(False):
+            run = source.with_constants(
+                lambda value: replaced(value, new),
+                {key: partial(view, meta) for key, (_, meta) in self._sized_views.items()},
+            )
+        return Generated(run, source.code, source.steps)
+
+    def _differs(self, index: int) -> NoReturn:
+        call = self._bindings.program.calls[index]
+        raise ExecutionError(
+            f"{call.name} at {call.source}: its result has another shape, or lies in another way, than the capture says for "
+            "these sizes; the plan cannot be trusted; please report it",
+            code="differs_from_capture", operator=call.name, source=str(call.source),
+        )  # fmt: skip

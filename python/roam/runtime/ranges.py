@@ -1,0 +1,342 @@
+"""Captures that hold for a range of sizes: which sizes are taken for symbols, and for which sizes
+they are planned.
+
+A size is taken for a symbol once two calls differ in it. The capture that follows from symbols has
+to be, at the sizes of the earlier capture, the very program of that one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from roam.capture.fake_kernels.sized import SizedKernels
+from roam.capture.step import CapturedStep, Variant
+from roam.errors import CaptureError
+from roam.kernels.calls import placed_calls
+from roam.program.diff import difference
+from roam.program.ir import Program
+from roam.program.resized import at
+from roam.program.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
+from roam.runtime.log import logger, replans
+from roam.runtime.strategy import Choice, Options
+from roam.state.argument_sizes import ArgumentSizes
+from roam.state.step_call import StepCall
+
+_RANGE = 8
+"""A capture is to hold for sizes up to this multiple of the largest that has been seen."""
+_LEAST = (Symbols.LEAST, 32)
+"""Sizes from which on plans hold for all larger ones. Attention is computed piece by piece from 32
+queries on."""
+_TRIES = 3
+"""How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
+none of the earlier captures is on its side."""
+_MOST_NARROWED = 8
+"""How often a capture is tried again for a smaller range."""
+
+
+class _Captured(Protocol):
+    @property
+    def step(self) -> CapturedStep: ...
+
+
+class Ranges:
+    """What one compiled step knows of captures for ranges of sizes.
+
+    Args:
+        options: of the step.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._is_possible = (
+            options.streams == 1
+            and not options.cuda_graph
+            and options.offload is None
+            and options.kernels == "eager"
+            and options.sizes is not False
+        )
+        self._given = {} if isinstance(options.sizes, bool) else options.sizes
+        self._is_begun = False
+        self._has_limit = options.memory is not None
+        self._tries: Counter[tuple[Any, ...]] = Counter()
+        """How often no such capture has been found, by the dimensions that follow from symbols."""
+
+    def limited(self, step: CapturedStep, choices: Sequence[Choice]) -> None:
+        """Finds from which sizes on the placed kernels of plans are those that eager PyTorch's
+        results may be had by.
+
+        Raises:
+            OneLength: there are others within the range.
+        """
+        sizes = step.arguments.sizes
+        assert sizes is not None, "it holds for a range"
+        points = [
+            tuple(min(value, most) for value, most in zip(point.values(), sizes.most, strict=True))
+            for point in sizes.symbols.points
+        ]
+        device = (step.steady or step.first).device  # type: ignore[union-attr]
+        for least in (max(one, sizes.least) for one in _LEAST):
+            corner = tuple(min(least, most) for most in sizes.most)
+            tried = [point for point in points if all(map(operator.ge, point, corner))]
+            if all(
+                _is_placed_alike(choice, dict(zip(sizes.symbols.names, point, strict=True)), device)
+                for choice in choices
+                for point in dict.fromkeys([corner, *tried])
+            ):
+                sizes.least = least
+                return
+        raise OneLength("some kernels are chosen by size")
+
+    def capture(
+        self,
+        capture: Callable[..., CapturedStep],
+        known: Iterable[_Captured],
+        call: StepCall,
+    ) -> CapturedStep | None:
+        """A capture of a call that holds for other sizes too, if an earlier one differs from it in
+        sizes alone; None if there is none.
+
+        Args:
+            capture: captures the call; takes `sized`.
+            known: the captures that are kept, the most recent first.
+        """
+        if not self._is_possible or _has_ranks():
+            return None
+        if self._given and not self._is_begun:
+            self._is_begun = True
+            return self._as_given(capture, call)
+        steps = [one.step for one in known]
+        for before in steps:
+            dims = _dims(before, call)
+            key = tuple((place, *sorted(found)) for place, found in sorted(dims.items()))
+            if not dims or self._tries[key] >= _TRIES or before.guards.failure() is not None:
+                continue
+            self._tries[key] += 1
+            try:
+                found = self._captured(capture, before, steps, dims, call)
+                if found is not None:
+                    return found
+                reason = "it goes another way than at the sizes of earlier calls"
+            except (OneLength, CaptureError) as error:
+                reason = str(error)
+                if isinstance(error, OneLength):
+                    self._tries[key] = _TRIES
+            replans.info("one plan does not hold for several sizes of this step: %s", reason)
+            return None
+        return None
+
+    def _as_given(
+        self,
+        capture: Callable[..., CapturedStep],
+        call: StepCall,
+    ) -> CapturedStep:
+        """A capture for the sizes that the user has said; for those of the call alone if none holds
+        for all.
+        """
+        before = capture()
+        leaves = call.taken(before.arguments.taker).leaves
+        dims: dict[int, dict[int, tuple[Any, int]]] = {}
+        for name, sizes in self._given.items():
+            places = before.arguments.places_named(name)
+            if not places:
+                raise CaptureError(
+                    f"sizes= names {name!r}, and the step is called with no tensor of that name; it is called with {before.arguments}",
+                    code="argument",
+                )
+            for place in places:
+                shape = leaves[place].shape
+                for dim, most in sizes.items():
+                    if dim >= len(shape) or not Symbols.LEAST <= shape[dim] <= most:
+                        raise CaptureError(
+                            f"sizes= says that dimension {dim} of {name!r} has 2 to {most} elements, and its shape is {tuple(shape)}",
+                            code="argument",
+                        )
+                    dims.setdefault(place, {})[dim] = (most, shape[dim])
+        try:
+            found = self._captured(capture, before, [before], dims, call, is_given=True)
+            reason = "it goes another way if sizes may change"
+        except (OneLength, CaptureError) as error:
+            found, reason = None, str(error)
+        if found is None:
+            logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
+        return found or before
+
+    def _captured(
+        self,
+        capture: Callable[..., CapturedStep],
+        before: CapturedStep,
+        known: Sequence[CapturedStep],
+        dims: dict[int, dict[int, tuple[Any, int]]],
+        call: StepCall,
+        *,
+        is_given: bool = False,
+    ) -> CapturedStep | None:
+        leaves = call.taken(before.arguments.taker).leaves
+        names: dict[tuple[Any, int], str] = {}
+        seen: dict[str, int] = {}
+        for place, found in dims.items():
+            for dim, pair in found.items():
+                name = names.setdefault(pair, f"s{len(names)}")
+                seen[name] = max(before.arguments.size(place, dim), pair[1])
+                if is_given:
+                    seen[name] = pair[0]
+        values = {name: now for (_, now), name in names.items()}
+        most = {name: size if is_given else _RANGE * size for name, size in seen.items()}
+        least = Symbols.LEAST
+        for _ in range(_MOST_NARROWED):
+            symbols = Symbols(values, most, least)
+            of_place = {
+                place: {dim: symbols.symbols[names[pair]] for dim, pair in found.items()}
+                for place, found in dims.items()
+            }
+            sized = SizedKernels(
+                symbols, {id(leaves[place]): (leaves[place], of) for place, of in of_place.items()}
+            )
+            try:
+                step = capture(sized=sized)
+            except CaptureError:
+                if symbols.refused is None:
+                    raise
+            if symbols.refused is None:
+                shapes = {place: tuple(leaves[place].shape) for place in of_place}
+                sizes = ArgumentSizes(symbols, of_place, shapes, least=least)
+                if any(_is_same_step(step, one, sizes) for one in known):
+                    step.arguments.sizes = sizes
+                    return self.enlarged(step, tuple(seen.values()))
+                return None
+            if not isinstance(symbols.refused, Narrower):
+                raise symbols.refused
+            most, least = dict(symbols.refused.most), symbols.refused.least
+            if is_given and any(most[name] < size for name, size in seen.items()):
+                raise symbols.refused
+        return None
+
+    def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
+        """The capture at sizes for which it is to be planned, with room for larger ones than
+        `values`.
+        """
+        sizes = step.arguments.sizes
+        assert sizes is not None, "it holds for a range"
+        variant = step.steady or step.first
+        assert variant is not None, "one of them is there"
+        # Pages of the CPU's memory that nobody touches are never taken.
+        by = (
+            1.0 if self._has_limit or self._given else 2.0 if variant.device.type == "cpu" else 1.25
+        )
+        wanted = tuple(
+            min(int(by * value), most)
+            for value, most in zip(values, sizes.symbols.most.values(), strict=True)
+        )
+        # Of no other size by chance, so that what is equal there is equal everywhere.
+        prime = tuple(
+            min(prime_from(value), most)
+            for value, most in zip(wanted, sizes.symbols.most.values(), strict=True)
+        )
+        planned = next((one for one in (prime, wanted) if sizes.hold(one)), tuple(values))
+        step.arguments.sizes = sizes = replace_most(sizes, planned)
+        of = dict(zip(sizes.symbols.names, planned, strict=True))
+        return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
+
+
+def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes) -> bool:
+    """Whether a capture for many sizes has the very programs of an earlier capture, at that one's
+    sizes.
+    """
+    try:
+        of_before = {
+            name: before.arguments.size(place, dim)
+            for name, (place, dim) in zip(sizes.symbols.names, sizes.first_places(), strict=True)
+        }
+    except (AttributeError, IndexError):  # other arguments
+        return False
+    values = tuple(of_before.values())
+    in_range = zip(values, sizes.symbols.most.values(), strict=True)
+    if not all(sizes.least <= value <= most for value, most in in_range) or not sizes.hold(values):
+        return False
+    pairs = [(step.first, before.first), (step.steady, before.steady)]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    earlier = before.arguments.sizes
+    for one, other in both:
+        for mine, its in ((one.as_written, other.as_written), (one.program, other.program)):
+            expected = its if earlier is None else at(its, earlier.captured())
+            if any(_elsewhere(mine)) or not _is_same(at(mine, of_before), expected):
+                return False
+    return bool(both)
+
+
+def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.device) -> bool:
+    """Whether the kernels that a plan places may be placed in the same way at other sizes."""
+    there = placed_calls(at(choice.program, values), device)
+    return all(
+        one is None
+        or (
+            other is not None
+            and (one.placement, one.in_place, one.by_rows)
+            == (other.placement, other.in_place, other.by_rows)
+        )
+        for one, other in zip(choice.placed, there, strict=True)
+    )
+
+
+def replace_most(sizes: ArgumentSizes, most: tuple[int, ...]) -> ArgumentSizes:
+    """The same sizes, planned for others."""
+    return ArgumentSizes(sizes.symbols, sizes.dims, sizes.shapes, most, sizes.least)
+
+
+def _resized(variant: Variant | None, values: dict[str, int]) -> Variant | None:
+    if variant is None:
+        return None
+    program = at(variant.program, values, keeps=True)
+    is_one = variant.as_written is variant.program
+    as_written = program if is_one else at(variant.as_written, values, keeps=True)
+    return replace(variant, program=program, as_written=as_written)
+
+
+def _dims(before: CapturedStep, call: StepCall) -> dict[int, dict[int, tuple[Any, int]]]:
+    """For each of a call's arguments, the dimensions that are to follow from symbols, each with its
+    size, or its symbol, in an earlier capture, and its size here. Empty if none does.
+    """
+    changed = before.arguments.changed_sizes(call)
+    sizes = before.arguments.sizes
+    if sizes is None or not changed:
+        return dict(changed)
+    leaves = call.taken(before.arguments.taker).leaves
+    found: dict[int, dict[int, tuple[Any, int]]] = {}
+    for place in {**sizes.dims, **changed}:
+        of: dict[int, tuple[Any, int]] = {**changed.get(place, {})}
+        for dim, symbol in sizes.dims.get(place, {}).items():
+            of[dim] = (symbol, leaves[place].shape[dim])
+        found[place] = of
+    return found
+
+
+def _elsewhere(program: Program) -> Iterator[Expression]:
+    """Expressions where a run at other sizes would not find them."""
+    yield from expressions_in(program.result.leaves)
+    for effect in program.effects:
+        yield from expressions_in(effect.given)
+
+
+def _is_same(one: Program, other: Program) -> bool:
+    """Whether two programs are equal in all numbers, too."""
+    return (
+        len(one.calls) == len(other.calls)
+        and one.slots == other.slots
+        and [place.size_bytes for place in one.storages]
+        == [place.size_bytes for place in other.storages]
+        and difference(one, other) is None
+        and all(
+            mine.args == its.args and mine.kwargs == its.kwargs
+            for mine, its in zip(one.calls, other.calls, strict=True)
+            if type(mine.target) is type(its.target)
+        )
+    )
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

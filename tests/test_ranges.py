@@ -1,0 +1,380 @@
+"""One plan for many sizes: what changes from batch to batch is a range, and every size has eager's
+bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import roam
+from roam.program.resized import at
+from steps import assert_same_bits, tensors_and_numbers
+
+
+class Reader(nn.Module):
+    """Embeds, attends, and reads; small, with every kind of size in it."""
+
+    def __init__(self, positions: int = 64, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.places = nn.Embedding(positions, 16)
+        self.register_buffer("numbers", torch.arange(positions)[None])
+        self.project = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 50)
+        self.norm = nn.LayerNorm(16)
+        self.dropout = dropout
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        batch, length = ids.shape
+        x = self.embed(ids) + self.places(self.numbers[:, :length])
+        q, k, v = self.project(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        x = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.norm(x.transpose(1, 2).reshape(batch, length, 16))
+        return self.out(functional.dropout(x, self.dropout, self.training))
+
+
+def reading(
+    net: Any, optimizer: Any, loss_of: Callable[..., Any] | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        if loss_of is None:
+            loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+        else:
+            loss = loss_of(net, ids)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def ids_of(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(0, 50, shape, generator=generator)
+
+
+def run_both(
+    shapes: list[tuple[int, ...]],
+    loss_of: Callable[..., Any] | None = None,
+    make: Callable[[], nn.Module] = Reader,
+    **options: Any,
+) -> Any:
+    """Trains eagerly and by plan on batches of these shapes; the compiled step."""
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = make()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        function: Any = reading(net, optimizer, loss_of)
+        if is_planned:
+            function = step = roam.compile(function, **{"sizes": True, **options})
+        losses = [function(ids_of(*shape)) for shape in shapes]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    return step
+
+
+def lengths(*all_of: int) -> list[tuple[int, int]]:
+    return [(2, length) for length in all_of]
+
+
+def sizes_of(step: Any) -> list[Any]:
+    return [one.step.arguments.sizes for one in step._captures]
+
+
+def test_any_order_of_lengths_needs_two_captures() -> None:
+    order = [5, 9, 6, 7, 9, 17, 8, 5, 12, 16, 3, 2]
+    random.Random(0).shuffle(order)
+    step = run_both(lengths(*order))
+    assert len(step._captures) == 2
+    assert [sizes is None for sizes in sizes_of(step)] == [False, True]
+
+
+@pytest.mark.parametrize("memory", [None, "1MiB"])
+def test_rising_lengths_are_planned_anew_without_another_capture(memory: str | None) -> None:
+    step = run_both(lengths(*range(4, 40)), memory=memory)
+    assert len(step._captures) == 2
+    assert step._captures[0].step.arguments.sizes.most[0] >= 39
+
+
+@pytest.mark.parametrize("options", [{"pool": False}, {"poison": True}, {"keep_grads": True}])
+def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
+    assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
+
+
+def test_two_sizes_change_apart() -> None:
+    step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
+    assert len(step._captures) == 2
+    assert len(sizes_of(step)[0].symbols.names) == 2
+
+
+def test_a_size_that_changes_later_joins_the_others() -> None:
+    step = run_both([(4, 8), (4, 11), (4, 9), (3, 10), (2, 12), (4, 16), (3, 7)])
+    assert len(step._captures) == 3
+
+
+def test_the_end_of_a_table_limits_the_range() -> None:
+    def make() -> Reader:
+        return Reader(positions=20)
+
+    step = run_both(lengths(6, 9, 20, 7, 13), make=make)
+    assert len(step._captures) == 2
+    assert list(sizes_of(step)[0].symbols.most.values()) == [20]
+    with pytest.raises(Exception, match="size"):  # as eagerly
+        step(ids_of(2, 21))
+
+
+def window(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = net(ids)[:, -10:]
+    return functional.cross_entropy(scores.flatten(0, 1), ids[:, -10:].flatten())
+
+
+def branch(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * 2 if ids.shape[1] > 10 else loss
+
+
+def halves(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    middle = ids.shape[1] // 2
+    scores = net(ids)
+    left = functional.cross_entropy(scores[:, :middle].flatten(0, 1), ids[:, :middle].flatten())
+    return left + scores[:, middle:].square().mean() / ids.shape[1] ** 0.5
+
+
+def parity(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss if ids.shape[1] % 2 else loss / 3
+
+
+def least(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    count = min(ids.shape[1], 9)
+    return functional.cross_entropy(net(ids)[:, :count].flatten(0, 1), ids[:, :count].flatten())
+
+
+def over_time(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = net(ids)
+    losses = [functional.cross_entropy(scores[:, t], ids[:, t]) for t in range(ids.shape[1])]
+    return torch.stack(losses).mean()
+
+
+def by_type(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss / 7 if isinstance(ids.shape[1], int) else loss
+
+
+def by_exact_type(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss / 7 if type(ids.shape[1]) is int else loss
+
+
+def by_table(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * {8: 2.0, 11: 3.0}.get(ids.shape[1], 1.0)
+
+
+def by_text(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * len(f"{ids.shape[1]}")
+
+
+def swallowing(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    try:
+        return loss * float(len("x" * ids.shape[1]))
+    except Exception:  # noqa: BLE001 - of those whose code swallows everything
+        return loss
+
+
+def chunks(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    parts = zip(net(ids).split(4, 1), ids.split(4, 1), strict=True)
+    return torch.stack(
+        [functional.cross_entropy(a.flatten(0, 1), b.flatten()) for a, b in parts]
+    ).sum()
+
+
+def numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(ids.shape[1]) / ids.numel() + ids.shape[1]
+    losses = functional.cross_entropy(net(ids).transpose(1, 2), ids, reduction="none")
+    return (losses * weights).sum() / (ids.shape[0] * ids.shape[1])
+
+
+def padded(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(ids, (0, 3))
+    return functional.cross_entropy(net(wide).flatten(0, 1), wide.flatten())
+
+
+def rounded_up(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(ids, (0, -ids.shape[1] % 4))
+    return functional.cross_entropy(net(wide).flatten(0, 1), wide.flatten())
+
+
+def masked(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    scores = (net(ids) @ net(ids).transpose(1, 2)).masked_fill(~mask, 0.0)
+    return scores.var() + functional.mse_loss(scores, torch.zeros_like(scores))
+
+
+HABITS = [
+    window, branch, halves, parity, least, over_time, by_type, by_exact_type, by_table, by_text, swallowing, chunks,
+    numbers, padded, rounded_up, masked,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_of", HABITS, ids=lambda one: one.__name__)
+def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) -> None:
+    run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13, 16, 11, 4, 33, 40), loss_of)
+
+
+@pytest.mark.parametrize("loss_of", [halves, numbers, padded, masked], ids=lambda one: one.__name__)
+def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
+
+
+@pytest.mark.parametrize("loss_of", [branch, least], ids=lambda one: one.__name__)
+def test_a_condition_on_a_size_splits_the_range(loss_of: Callable[..., Any]) -> None:
+    step = run_both(lengths(14, 12, 20, 13, 4, 5, 7, 15, 6), loss_of)
+    assert len(step._captures) <= 4
+    assert any(sizes is not None and sizes.symbols.conditions for sizes in sizes_of(step))
+
+
+def test_a_size_that_python_needs_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "roam"):
+        step = run_both(lengths(5, 6, 7), over_time)
+    assert all(sizes is None for sizes in sizes_of(step))
+    assert any("one plan does not hold" in message for message in caplog.messages)
+
+
+def test_convolutions_follow_the_size_of_images() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+        )  # fmt: skip
+
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+        def train(
+            images: torch.Tensor, net: nn.Module = net, optimizer: Any = optimizer
+        ) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(images).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train, sizes=True)
+        losses = [
+            function(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size)))
+            for size in (12, 17, 14, 15, 20, 13, 16)
+        ]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    assert len(step._captures) == 2
+
+
+class TestGiven:
+    def test_one_plan_from_the_first_call_on(self) -> None:
+        step = run_both(lengths(9, 5, 24, 7, 24), sizes={"args[0]": {1: 24}})
+        assert len(step._captures) == 1
+        assert sizes_of(step)[0].most == (24,)
+
+    def test_the_plan_is_told_before_the_first_step(self) -> None:
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = roam.compile(reading(net, optimizer), sizes={"args[0]": {1: 40}})
+        other = roam.compile(reading(net, optimizer))
+        assert step.plan(ids_of(2, 8)).total_bytes == other.plan(ids_of(2, 40)).total_bytes
+
+    def test_longer_ones_have_other_plans(self) -> None:
+        assert len(run_both(lengths(9, 5, 24, 25, 26), sizes={"args[0]": {1: 24}})._captures) >= 2
+
+    @pytest.mark.parametrize(
+        "sizes", [{"args[0]": {1: 4}}, {"args[0]": {2: 40}}, {"others": {1: 40}}], ids=str
+    )
+    def test_what_does_not_fit_the_call_is_refused(self, sizes: Any) -> None:
+        net = Reader()
+        step = roam.compile(reading(net, torch.optim.SGD(net.parameters(), lr=0.1)), sizes=sizes)
+        with pytest.raises(roam.CaptureError, match="sizes="):
+            step(ids_of(2, 8))
+
+    @pytest.mark.parametrize(
+        "sizes", [{"ids": 4}, {"args[0]": {1: 1}}, 5, {"ids": {-1: 4}}], ids=str
+    )
+    def test_what_is_no_mapping_is_refused(self, sizes: Any) -> None:
+        with pytest.raises(ValueError, match="sizes must be"):
+            roam.compile(lambda: None, sizes=sizes)
+
+    def test_each_size_may_have_its_plan(self) -> None:
+        assert len(run_both(lengths(5, 6, 7), sizes=False)._captures) == 3
+
+
+def test_the_plan_of_a_range_is_one_of_every_length() -> None:
+    step = run_both(lengths(9, 14, 11))
+    captured = step._captures[0]
+    (runner,) = captured.runners
+    choice = runner.choice
+    names = captured.step.arguments.sizes.symbols.names
+    for length in range(2, 28):
+        program = at(choice.program, dict.fromkeys(names, length))
+        offsets = choice.plan.offsets.tolist()
+        place = {index: turn for turn, index in enumerate(choice.plan.order.tolist())}
+        lives: dict[int, tuple[int, int]] = {}
+        for index, call in enumerate(program.calls):
+            for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
+                storage = program.storage_of(slot)
+                if storage >= 0 and offsets[storage] >= 0:
+                    first, last = lives.get(storage, (place[index], place[index]))
+                    lives[storage] = min(first, place[index]), max(last, place[index])
+        taken = {new: old for old, new in choice.plan.reuse}
+        blocks = [
+            (
+                offsets[storage],
+                offsets[storage] + program.storages[storage].size_bytes,
+                *life,
+                storage,
+            )
+            for storage, life in lives.items()
+        ]
+        for one, (start, end, first, last, storage) in enumerate(blocks):
+            assert end <= choice.plan.pool_bytes
+            for other_start, other_end, other_first, other_last, other in blocks[one + 1 :]:
+                is_apart = end <= other_start or other_end <= start
+                is_later = last < other_first or other_last < first
+                assert is_apart or is_later or other in taken or storage in taken
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixtures_of_lengths_and_modes(seed: int) -> None:
+    draw = random.Random(seed)
+    outcomes = []
+    calls = [(draw.randint(1, 4), draw.randint(1, 20), draw.random() < 0.3) for _ in range(14)]
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        function: Any = reading(net, optimizer)
+        if is_planned:
+            function = roam.compile(function, sizes=True)
+        losses = []
+        for batch, length, is_evaluated in calls:
+            net.train(not is_evaluated)
+            losses.append(function(ids_of(batch, length)))
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
