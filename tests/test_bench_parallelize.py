@@ -138,7 +138,7 @@ def test_an_integer_program_of_all_layers_apart_has_the_optimum(ns: int) -> None
     assert row["is_finished"]
     assert row["program_ns"] == row["ns"] == row["bound_ns"] == one.chosen.ns
     rows = [{"architecture": "words", "layers": 3, "solver": "cbc", **row}]
-    assert "| yes |" in parallelize.programs_table({"rows": rows}).markdown()
+    assert "| yes |" in parallelize_baselines.programs_table({"rows": rows}).markdown()
 
 
 def small(name: str) -> Any:

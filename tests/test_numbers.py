@@ -568,7 +568,7 @@ def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
     before = everything(my)
     x, y = batches(1)[0]
     with pytest.raises(roam.CaptureError):
-        roam.compile(lambda x, y: body(my, x, y))(x, y)
+        roam.compile(lambda x, y: body(my, x, y)).plan(x, y)
     assert_same_bits(before, everything(my))
 
 
