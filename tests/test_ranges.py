@@ -230,6 +230,7 @@ HABITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss_of", HABITS, ids=lambda one: one.__name__)
 def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) -> None:
     run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13, 16, 11, 4, 33, 40), loss_of)
@@ -360,7 +361,8 @@ def test_the_plan_of_a_range_is_one_of_every_length() -> None:
                 assert is_apart or is_later or other in taken or storage in taken
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(8))
 def test_mixtures_of_lengths_and_modes(seed: int) -> None:
     draw = random.Random(seed)
     outcomes = []
