@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roam.program.ir import Call, ComputedGuard, Program
-from roam.program.sizes import Evaluator, Expression, Size, SizedFloat, expressions_in, replaced
+from roam.state.sizes import Evaluator, Expression, Size, SizedFloat, expressions_in, replaced
 
 
 def expressions_of(program: Program) -> Iterator[Expression]:

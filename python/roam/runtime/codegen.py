@@ -20,9 +20,9 @@ import torch
 from roam._core import Plan
 from roam.program.ir import Ref, substitute
 from roam.program.operators import on_list
-from roam.program.sizes import Size, expressions_in
 from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.streams import Streams
+from roam.state.sizes import Size, expressions_in
 from roam.torch_compat.private import OpOverload, c_function
 
 Run = Callable[[list[Any]], Outgoing]

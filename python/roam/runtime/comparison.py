@@ -25,6 +25,7 @@ from roam.state.arguments import argument_path, flatten_with_paths
 from roam.state.containers import MappingSpace
 from roam.state.discovery import reach_of
 from roam.state.equality import MISSING, is_numpy_array, is_plain, same, show
+from roam.state.freed_gradients import noted
 from roam.state.global_flags import Switches
 from roam.state.nests import flattened
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
@@ -404,7 +405,7 @@ class _Kept:
     """A copy of the state that a step reaches, values of tensors included."""
 
     def __init__(self, reach: Reach) -> None:
-        self._snapshot, self._switches = Snapshot(reach), Switches()
+        self._snapshot, self._switches, self._freed = Snapshot(reach), Switches(), noted()
         tensors = {id(slot.tensor): slot.tensor for slot in reach.slots}
         gradients = [
             tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None
@@ -420,6 +421,7 @@ class _Kept:
         """Puts everything back, in the same objects."""
         self._switches.restore()
         self._snapshot.restore()
+        self._freed()
         with torch.no_grad():
             for tensor, alias in self._tensors:
                 if _place(tensor) != _place(alias):

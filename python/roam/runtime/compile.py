@@ -29,7 +29,6 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.program.links import Links
-from roam.program.sizes import OneLength
 from roam.program.tier import is_available
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
@@ -50,6 +49,7 @@ from roam.runtime.timings import Timings
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
+from roam.state.sizes import OneLength
 from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
 from roam.switch import is_disabled

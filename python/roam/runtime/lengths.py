@@ -21,9 +21,9 @@ from roam._core import Plan
 from roam.errors import ExecutionError
 from roam.program.ir import TensorMeta
 from roam.program.resized import expressions_of
-from roam.program.sizes import Evaluator, expressions_in, replaced
 from roam.runtime.bindings import Bindings
 from roam.runtime.codegen import GeneratedSource, Run, Watcher
+from roam.state.sizes import Evaluator, expressions_in, replaced
 
 _MOST = 32
 """How many tables are kept."""

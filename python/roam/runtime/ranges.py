@@ -22,10 +22,10 @@ from roam.kernels.calls import placed_calls
 from roam.program.diff import difference
 from roam.program.ir import Program
 from roam.program.resized import at
-from roam.program.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
 from roam.state.argument_sizes import ArgumentSizes
+from roam.state.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
 from roam.state.step_call import StepCall
 
 _RANGE = 8

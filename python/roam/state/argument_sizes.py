@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from roam.program.sizes import Evaluator, Expression, Symbols
 from roam.state.equality import Misfit
+from roam.state.sizes import Evaluator, Expression, Symbols
 from roam.torch_compat.private import FakeTensor
 
 

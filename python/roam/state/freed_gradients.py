@@ -9,7 +9,7 @@ it uses them. Where the user's own function runs in a plan's place, stand-ins ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -54,6 +54,17 @@ def note_freed(parameter: torch.Tensor) -> None:
 def note_reset(parameter: torch.Tensor) -> None:
     """Notes that eager PyTorch has no more of a parameter's gradient than there is."""
     _freed.pop(id(parameter), None)
+
+
+def noted() -> Callable[[], None]:
+    """Gives a function that puts back what is noted now, for who puts all state back."""
+    known = dict(_freed)
+
+    def restore() -> None:
+        _freed.clear()
+        _freed.update({key: one for key, one in known.items() if one.parameter() is not None})
+
+    return restore
 
 
 def lacks(parameter: torch.Tensor) -> bool:

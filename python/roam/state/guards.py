@@ -22,7 +22,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from roam.program.sizes import Symbols
 from roam.state.argument_sizes import ArgumentSizes, may_have_symbols
 from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
@@ -52,6 +51,7 @@ from roam.state.metadata import Table, metadata_change, metadata_of, storages_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
 from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
+from roam.state.sizes import Symbols
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
 

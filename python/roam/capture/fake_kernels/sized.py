@@ -20,7 +20,7 @@ from roam.capture.fake_kernels.real_layouts import is_sure
 from roam.capture.fake_kernels.tensors import Maker
 from roam.kernels.recurrent import ASKED
 from roam.program.ir import Ref
-from roam.program.sizes import Expression, Symbols, number
+from roam.state.sizes import Expression, Symbols, number
 from roam.torch_compat.private import (
     BelowAutograd,
     DisableTorchDispatch,
