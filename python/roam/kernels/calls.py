@@ -51,13 +51,19 @@ class Placed:
         return self if in_place == self.in_place else replace(self, in_place=in_place)  # type: ignore[arg-type]
 
 
-def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
+def placed_calls(
+    program: Program, device: torch.device, *, worth_bytes: int | None = None
+) -> list[Placed | None]:
     """For each call of a program, how its results can be written where a plan wants them on a
     device; None if they cannot.
+
+    `worth_bytes`: results that take less are not computed piece by piece; None: `WORTH_BYTES`.
     """
+    worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
     leaving, unmovable = program.leaving(), unmovable_storages(program)
     return [
-        _placed(program, index, device, leaving, unmovable) for index in range(len(program.calls))
+        _placed(program, index, device, leaving, unmovable, worth_bytes)
+        for index in range(len(program.calls))
     ]
 
 
@@ -91,10 +97,15 @@ def copyable_calls(
 
 
 def _placed(
-    program: Program, index: int, device: torch.device, leaving: set[int], unmovable: set[int]
+    program: Program,
+    index: int,
+    device: torch.device,
+    leaving: set[int],
+    unmovable: set[int],
+    worth_bytes: int,
 ) -> Placed | None:
     call = program.calls[index]
-    seen: list[Any] = [device]
+    seen: list[Any] = [device, worth_bytes]
     for slot in (*call.refs(), *call.outputs):
         meta = None if slot is None else program.slots[slot]
         if meta is None:
@@ -110,13 +121,18 @@ def _placed(
                 number in unmovable,
             )
     if call._known_placed is None or call._known_placed[0] != seen:
-        call._known_placed = seen, _found(program, index, device, leaving, unmovable)
+        call._known_placed = seen, _found(program, index, device, leaving, unmovable, worth_bytes)
     found: Placed | None = call._known_placed[1]
     return found
 
 
 def _found(
-    program: Program, index: int, device: torch.device, leaving: set[int], unmovable: set[int]
+    program: Program,
+    index: int,
+    device: torch.device,
+    leaving: set[int],
+    unmovable: set[int],
+    worth_bytes: int,
 ) -> Placed | None:
     call = program.calls[index]
     slots = list(_made(call))
@@ -144,7 +160,7 @@ def _found(
         return Placed(found, in_place, workspace_bytes(program, call))
     args, kwargs = substitute((call.args, call.kwargs), lambda ref: program.slots[ref.slot])
     nbytes = sum(program.storages[meta.storage].size_bytes for meta in outputs)
-    if nbytes < WORTH_BYTES or not found.splits(args, kwargs):
+    if nbytes < worth_bytes or not found.splits(args, kwargs):
         return None
     return Placed(found, in_place, piece_bytes(found.rows(*args, **kwargs), nbytes), by_rows=True)
 

@@ -271,7 +271,7 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
 
 def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.device) -> bool:
     """Whether the kernels that a plan places may be placed in the same way at other sizes."""
-    there = placed_calls(at(choice.program, values), device)
+    there = placed_calls(at(choice.program, values), device, worth_bytes=0)
     return all(
         one is None
         or (
