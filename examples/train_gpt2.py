@@ -25,6 +25,10 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# On a busy machine MKL may take fewer threads than it did before, and its products then have other
+# bits, in eager PyTorch too.
+os.environ.setdefault("MKL_DYNAMIC", "FALSE")
+
 import torch
 import transformers
 
