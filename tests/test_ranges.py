@@ -290,6 +290,20 @@ def test_convolutions_follow_the_size_of_images() -> None:
     assert len(step._captures) == 2
 
 
+def test_a_size_is_checked_until_a_run_has_come_to_its_end() -> None:
+    net = Reader()
+    step: Any = roam.compile(reading(net, torch.optim.SGD(net.parameters(), lr=0.1)), sizes=True)
+    for length in (8, 11, 9):
+        step(ids_of(2, length))
+    (runner,) = step._captures[0].runners
+    lengths_of = runner._executor._lengths
+    with pytest.raises(IndexError):
+        step(torch.full((2, 12), 1_000))
+    assert (12,) not in lengths_of._passed
+    step(ids_of(2, 12))
+    assert (12,) in lengths_of._passed
+
+
 class TestGiven:
     def test_one_plan_from_the_first_call_on(self) -> None:
         step = run_both(lengths(9, 5, 24, 7, 24), sizes={"args[0]": {1: 24}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,11 +60,8 @@ def placed_calls(
     `worth_bytes`: results that take less are not computed piece by piece; None: `WORTH_BYTES`.
     """
     worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
-    leaving, unmovable = program.leaving(), unmovable_storages(program)
-    return [
-        _placed(program, index, device, leaving, unmovable, worth_bytes)
-        for index in range(len(program.calls))
-    ]
+    where = _Where(device, program.leaving(), unmovable_storages(program), worth_bytes)
+    return [_placed(program, index, where) for index in range(len(program.calls))]
 
 
 def copyable_calls(
@@ -96,16 +93,19 @@ def copyable_calls(
     return copyable
 
 
-def _placed(
-    program: Program,
-    index: int,
-    device: torch.device,
-    leaving: set[int],
-    unmovable: set[int],
-    worth_bytes: int,
-) -> Placed | None:
+class _Where(NamedTuple):
+    """What decides about the calls of a program, besides each call's own tensors."""
+
+    device: torch.device
+    leaving: set[int]
+    """Storages that outlive the step."""
+    unmovable: set[int]
+    worth_bytes: int
+
+
+def _placed(program: Program, index: int, where: _Where) -> Placed | None:
     call = program.calls[index]
-    seen: list[Any] = [device, worth_bytes]
+    seen: list[Any] = [where.device, where.worth_bytes]
     for slot in (*call.refs(), *call.outputs):
         meta = None if slot is None else program.slots[slot]
         if meta is None:
@@ -117,23 +117,17 @@ def _placed(
                 meta,
                 storage,
                 storage.creator == index,
-                number in leaving,
-                number in unmovable,
+                number in where.leaving,
+                number in where.unmovable,
             )
     if call._known_placed is None or call._known_placed[0] != seen:
-        call._known_placed = seen, _found(program, index, device, leaving, unmovable, worth_bytes)
+        call._known_placed = seen, _found(program, index, where)
     found: Placed | None = call._known_placed[1]
     return found
 
 
-def _found(
-    program: Program,
-    index: int,
-    device: torch.device,
-    leaving: set[int],
-    unmovable: set[int],
-    worth_bytes: int,
-) -> Placed | None:
+def _found(program: Program, index: int, where: _Where) -> Placed | None:
+    device, leaving, unmovable, worth_bytes = where
     call = program.calls[index]
     slots = list(_made(call))
     inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]

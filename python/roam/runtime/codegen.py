@@ -327,8 +327,6 @@ _compiled: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
 """By its text, the code of plans that are kept."""
 _SMALL = 5
 """A whole number below it counts dimensions, as a rule, and is no size."""
-
-
 _WHOLE = (int, Size)
 
 

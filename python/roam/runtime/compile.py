@@ -300,7 +300,7 @@ class Step:
         self._refuse_after_partial_update()
         found = self._captures.find(call, self._known.taker, known)
         if isinstance(found, Misfit) and self._captures.larger and self._on_change == "replan":
-            found = self._enlarged(*self._captures.larger, call)
+            found = self._enlarged(*self._captures.larger, call, known)
         if isinstance(found, Misfit):
             if known and self._on_change != "replan":
                 return None
@@ -784,9 +784,9 @@ class Step:
                     asks_kernels=True,
                     answers=answers,
                 )
-                step = self._ranges.capture(capture, self._captures, call)
-                is_one_length = step is None
-                step = step or capture()
+                known = [captured.step for captured in self._captures]
+                of_range = None if _has_ranks() else self._ranges.capture(capture, known, call)
+                step = of_range or capture()
             if answers.guessed and not may_guess:
                 raise Unseen
             timings.capture.count = self._known.traces - traces
@@ -796,8 +796,9 @@ class Step:
             try:
                 runners = self._planned(step, timings, is_real=is_real)
             except (OneLength, PlanError) as error:
-                if is_one_length:
+                if step.arguments.sizes is None:
                     raise
+                self._ranges.has_failed(step)
                 replans.info(
                     "%s is planned for the sizes of this call alone: %s", self._name, error
                 )
@@ -834,6 +835,7 @@ class Step:
         captured: Captured[Runner],
         values: tuple[int, ...],
         call: StepCall,
+        known: tuple[bool, ...],
     ) -> tuple[Captured[Runner], Runner] | Misfit:
         """Plans a capture anew for larger sizes, of which its recording holds, too."""
         replans.info("%s is planned anew for larger arguments: %s", self._name, values)
@@ -850,7 +852,7 @@ class Step:
         self._captures.replace(
             captured, replace(captured, step=larger, runners=runners, seconds=seconds)
         )
-        return self._captures.find(call, self._known.taker)
+        return self._captures.find(call, self._known.taker, known)
 
     def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""

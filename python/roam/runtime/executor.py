@@ -158,7 +158,10 @@ class Executor:
             except RecordingFailed as error:
                 raise self._unrecordable(error.__cause__ or error) from error.__cause__
         with nullcontext() if self._streams is None else self._streams.entered():
-            return self._ran.run(inputs)
+            outgoing = self._ran.run(inputs)
+        if self._lengths is not None:
+            self._lengths.passed(self.sizes)
+        return outgoing
 
     def forget_graph(self) -> None:
         """Frees the CUDA graph, if there is one, and its memory."""
@@ -186,6 +189,15 @@ class Executor:
         """
         if self._symbols:
             return self._run_resized(inputs)
+        outgoing, is_complete = self._run_by_calls(inputs)
+        if is_complete:
+            self.generated = GeneratedSource(
+                self.bindings, self._plan, self._streams, self._watcher
+            )
+        return outgoing
+
+    def _run_by_calls(self, inputs: list[Any]) -> tuple[Outgoing, bool]:
+        """What a checked run gives, and whether it has left out no call."""
         bindings = self.bindings
         check = Check(self.program)
         bindings.bind()
@@ -219,10 +231,8 @@ class Executor:
                 error._roam_failure = Failure(step, call, later)  # type: ignore[attr-defined]
                 raise
             self._forget(step, index, values)
-        if is_complete:
-            self.generated = GeneratedSource(bindings, self._plan, self._streams, self._watcher)
         values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
-        return bindings.outgoing(lambda ref: values[ref.slot])
+        return bindings.outgoing(lambda ref: values[ref.slot]), is_complete
 
     def _run_resized(self, inputs: list[Any]) -> Outgoing:
         """The first run, of the program at its sizes, in the places that it has by the plan."""
@@ -237,9 +247,9 @@ class Executor:
             proven=self._proven,
         )
         first.watch(self._watcher)
-        outgoing = first.run_checked(inputs)
+        outgoing, is_complete = first._run_by_calls(inputs)
         bindings.refused |= first.bindings.refused
-        if first.generated is not None:
+        if is_complete:
             bindings.bind()
             self._lengths = Lengths(bindings, self._plan, self._symbols, self._watcher)
             self.generated = self._lengths.source

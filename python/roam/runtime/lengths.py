@@ -63,13 +63,23 @@ class Lengths:
             if any(expressions_in(storage.size_bytes))
         ]
         self._sized_views = {
-            id(view): (slot, meta)
+            id(view): meta
             for slot, view in bindings.views.items()
             if (meta := bindings.program.slots[slot]) is not None
             and any(expressions_in((meta.shape, meta.stride, meta.offset)))
         }
         self._checked = self._text(None, checks=True)
-        self._seen: set[tuple[int, ...]] = set()
+        self._passed: set[tuple[int, ...]] = set()
+        self._leaves_out = any(
+            call.skip_if is not None
+            and any(
+                meta is not None and any(expressions_in(meta.shape))
+                for slot in call.outputs
+                if slot is not None
+                for meta in (bindings.program.slots[slot],)
+            )
+            for call in bindings.program.calls
+        )
         self._tables: OrderedDict[tuple[int, ...], Generated] = OrderedDict()
         self.watch(watcher)
 
@@ -80,22 +90,26 @@ class Lengths:
         self._tables.clear()
 
     def at(self, values: tuple[int, ...]) -> Generated:
-        """The text at these sizes. The first that is asked for at each checks what kernels give. To
-        be called while the pool is held.
+        """The text at these sizes. It checks what kernels give until a run at these sizes has
+        `passed`. To be called while the pool is held.
         """
         known = self._tables.get(values)
         if known is not None:
             self._tables.move_to_end(values)
             return known
-        is_new = values not in self._seen and self._watcher is None
-        made = self._table(self._checked if is_new else self.source, values)
-        if is_new:
-            self._seen.add(values)
-        else:
-            self._tables[values] = made
-            if len(self._tables) > _MOST:
-                self._tables.popitem(last=False)
+        if values not in self._passed and self._watcher is None:
+            return self._table(self._checked, values)
+        made = self._tables[values] = self._table(self.source, values)
+        if len(self._tables) > _MOST:
+            self._tables.popitem(last=False)
         return made
+
+    def passed(self, values: tuple[int, ...]) -> None:
+        """Notes that a run at these sizes has come to its end, so later ones check nothing. Where
+        a run may leave calls out, nobody knows which it has checked.
+        """
+        if not self._leaves_out and self._watcher is None:
+            self._passed.add(values)
 
     def _text(self, watcher: Watcher | None, *, checks: bool = False) -> GeneratedSource:
         return GeneratedSource(
@@ -126,7 +140,7 @@ class Lengths:
         with torch.inference_mode(False):
             run = source.with_constants(
                 lambda value: replaced(value, new),
-                {key: partial(view, meta) for key, (_, meta) in self._sized_views.items()},
+                {key: partial(view, meta) for key, meta in self._sized_views.items()},
             )
         return Generated(run, source.code, source.steps)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,11 +40,6 @@ _MOST_NARROWED = 8
 """How often a capture is tried again for a smaller range."""
 
 
-class _Captured(Protocol):
-    @property
-    def step(self) -> CapturedStep: ...
-
-
 class Ranges:
     """What one compiled step knows of captures for ranges of sizes.
 
@@ -61,7 +56,6 @@ class Ranges:
             and options.sizes is not False
         )
         self._given = {} if isinstance(options.sizes, bool) else options.sizes
-        self._is_begun = False
         self._has_limit = options.memory is not None
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
@@ -95,7 +89,7 @@ class Ranges:
     def capture(
         self,
         capture: Callable[..., CapturedStep],
-        known: Iterable[_Captured],
+        known: Sequence[CapturedStep],
         call: StepCall,
     ) -> CapturedStep | None:
         """A capture of a call that holds for other sizes too, if an earlier one differs from it in
@@ -105,20 +99,17 @@ class Ranges:
             capture: captures the call; takes `sized`.
             known: the captures that are kept, the most recent first.
         """
-        if not self._is_possible or _has_ranks():
+        if not self._is_possible:
             return None
-        if self._given and not self._is_begun:
-            self._is_begun = True
+        if self._given and not known:
             return self._as_given(capture, call)
-        steps = [one.step for one in known]
-        for before in steps:
+        for before in known:
             dims = _dims(before, call)
-            key = tuple((place, *sorted(found)) for place, found in sorted(dims.items()))
+            key = _key(dims)
             if not dims or self._tries[key] >= _TRIES or before.guards.failure() is not None:
                 continue
-            self._tries[key] += 1
             try:
-                found = self._captured(capture, before, steps, dims, call)
+                found = self._captured(capture, before, known, dims, call)
                 if found is not None:
                     return found
                 reason = "it goes another way than at the sizes of earlier calls"
@@ -126,9 +117,15 @@ class Ranges:
                 reason = str(error)
                 if isinstance(error, OneLength):
                     self._tries[key] = _TRIES
+            self._tries[key] += 1
             replans.info("one plan does not hold for several sizes of this step: %s", reason)
             return None
         return None
+
+    def has_failed(self, step: CapturedStep) -> None:
+        """Notes that no plan for many sizes was found for a capture that holds for them."""
+        assert step.arguments.sizes is not None, "it holds for a range"
+        self._tries[_key(step.arguments.sizes.dims)] += 1
 
     def _as_given(
         self,
@@ -237,8 +234,8 @@ class Ranges:
             min(prime_from(value), most)
             for value, most in zip(wanted, sizes.symbols.most.values(), strict=True)
         )
-        planned = next((one for one in (prime, wanted) if sizes.hold(one)), tuple(values))
-        step.arguments.sizes = sizes = replace_most(sizes, planned)
+        planned = next((one for one in (prime, wanted) if sizes.symbols.hold(one)), tuple(values))
+        step.arguments.sizes = sizes = replace(sizes, most=planned)
         of = dict(zip(sizes.symbols.names, planned, strict=True))
         return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
 
@@ -250,13 +247,15 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
     try:
         of_before = {
             name: before.arguments.size(place, dim)
-            for name, (place, dim) in zip(sizes.symbols.names, sizes.first_places(), strict=True)
+            for name, (place, dim) in zip(sizes.symbols.names, sizes.first_places, strict=True)
         }
     except (AttributeError, IndexError):  # other arguments
         return False
     values = tuple(of_before.values())
     in_range = zip(values, sizes.symbols.most.values(), strict=True)
-    if not all(sizes.least <= value <= most for value, most in in_range) or not sizes.hold(values):
+    if not all(sizes.least <= value <= most for value, most in in_range) or not sizes.symbols.hold(
+        values
+    ):
         return False
     pairs = [(step.first, before.first), (step.steady, before.steady)]
     both = [(one, other) for one, other in pairs if one is not None and other is not None]
@@ -281,11 +280,6 @@ def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.devic
         )
         for one, other in zip(choice.placed, there, strict=True)
     )
-
-
-def replace_most(sizes: ArgumentSizes, most: tuple[int, ...]) -> ArgumentSizes:
-    """The same sizes, planned for others."""
-    return ArgumentSizes(sizes.symbols, sizes.dims, sizes.shapes, most, sizes.least)
 
 
 def _resized(variant: Variant | None, values: dict[str, int]) -> Variant | None:
@@ -315,6 +309,11 @@ def _dims(before: CapturedStep, call: StepCall) -> dict[int, dict[int, tuple[Any
     return found
 
 
+def _key(dims: Mapping[int, Iterable[int]]) -> tuple[Any, ...]:
+    """Which dimensions of which arguments follow from symbols."""
+    return tuple((place, *sorted(found)) for place, found in sorted(dims.items()))
+
+
 def _elsewhere(program: Program) -> Iterator[Expression]:
     """Expressions where a run at other sizes would not find them."""
     yield from expressions_in(program.result.leaves)
@@ -333,10 +332,5 @@ def _is_same(one: Program, other: Program) -> bool:
         and all(
             mine.args == its.args and mine.kwargs == its.kwargs
             for mine, its in zip(one.calls, other.calls, strict=True)
-            if type(mine.target) is type(its.target)
         )
     )
-
-
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -662,7 +662,7 @@ class Runner:
         settle()  # until then, collectives under way use memory of the run's
         failure = self._executor.failure(error)
         if failure is None:
-            return error
+            return self._left_at_size(error) or error
         changed = self._executor.changed_before(failure)
         if failure.call.is_check:
             restored = self._restored_by(failure.call)
@@ -688,10 +688,7 @@ class Runner:
             if self._may_go_on(error, failure):
                 return Declined(Misfit(f"{where} failed: {error}", way="own"))
             if isinstance(error, ExecutionError):
-                if self._sizes is not None and error.code == "differs_from_capture":
-                    self._sizes.excluded.add(self._executor.sizes)
-                    return Declined(Misfit(str(error), way="own"))
-                return error
+                return self._left_at_size(error) or error
             advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(
                 f"{where} failed: {cause}. Nothing had been updated yet; fix the cause and {advice}",
@@ -723,6 +720,17 @@ class Runner:
         return PartialUpdate(
             partial, [(reference, tensor, version_of(tensor)) for reference, tensor in references]
         )
+
+    def _left_at_size(self, error: Exception) -> Declined | None:
+        """Where a plan for many sizes turns out not to hold for those of the call, before anything
+        has changed: leaves this call to the step's own function, and has others of the same sizes
+        captured by themselves. None for any other error.
+        """
+        is_code = isinstance(error, ExecutionError) and error.code == "differs_from_capture"
+        if self._sizes is None or not is_code:
+            return None
+        self._sizes.excluded.add(self._executor.sizes)
+        return Declined(Misfit(str(error), way="own"))
 
     def _may_go_on(self, error: Exception, failure: Failure) -> bool:
         """Whether the step's own code may go on where a call has failed before any change: it may

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roam.state.equality import Misfit
-from roam.state.sizes import Evaluator, Expression, Symbols
+from roam.state.sizes import Expression, Symbols
 from roam.torch_compat.private import FakeTensor
 
 
@@ -37,20 +37,15 @@ class ArgumentSizes:
     most: tuple[int, ...] = ()
     least: int = Symbols.LEAST
     excluded: set[tuple[int, ...]] = field(default_factory=set)
-    _read: list[tuple[int, int]] = field(init=False)
-    """For each symbol, the first place where it is."""
-    _conditions: Evaluator | None = field(init=False, default=None)
+    first_places: list[tuple[int, int]] = field(init=False)
+    """For each symbol an argument, by its place, and a dimension of it that has this size."""
 
     def __post_init__(self) -> None:
         first: dict[Expression, tuple[int, int]] = {}
         for place, dims in self.dims.items():
             for dim, symbol in dims.items():
                 first.setdefault(symbol, (place, dim))
-        self._read = [first[symbol] for symbol in self.symbols.symbols.values()]
-
-    def first_places(self) -> list[tuple[int, int]]:
-        """For each symbol an argument, by its place, and a dimension of it that has this size."""
-        return self._read
+        self.first_places = [first[symbol] for symbol in self.symbols.symbols.values()]
 
     def captured(self) -> dict[str, int]:
         """The values of the symbols in the call that was captured."""
@@ -58,7 +53,7 @@ class ArgumentSizes:
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Of the symbols in a call with these flattened arguments, which fit `failure`."""
-        return tuple([leaves[place].shape[dim] for place, dim in self._read])
+        return tuple([leaves[place].shape[dim] for place, dim in self.first_places])
 
     def shape(self, place: int, values: Sequence[int]) -> tuple[int, ...]:
         """What the shape of an argument has to be."""
@@ -85,7 +80,7 @@ class ArgumentSizes:
             tensor = leaves[place]
             if tuple(tensor.shape) != self.shape(place, values) or not is_whole(tensor):
                 return Misfit("the plan for many sizes is for arguments of other shapes")
-        if not self.hold(values):
+        if not self.symbols.hold(values):
             return Misfit(
                 "a condition on the sizes of the arguments, on which the capture relies, does not hold"
             )
@@ -94,16 +89,6 @@ class ArgumentSizes:
             larger.values = values
             return larger
         return None
-
-    def hold(self, values: Sequence[int]) -> bool:
-        """Whether all conditions that the capture relies on hold for these sizes."""
-        if self._conditions is None:
-            self._conditions = Evaluator(self.symbols.conditions, self.symbols.symbols)
-        found = self._conditions.values(*values)
-        return all(
-            bool(found[self._conditions.places[condition]]) is answer
-            for condition, answer in self.symbols.conditions.items()
-        )
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

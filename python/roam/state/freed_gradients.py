@@ -57,7 +57,7 @@ def note_reset(parameter: torch.Tensor) -> None:
 
 
 def noted() -> Callable[[], None]:
-    """Gives a function that puts back what is noted now, for who puts all state back."""
+    """Returns a function that restores what is noted now, as a snapshot restores state."""
     known = dict(_freed)
 
     def restore() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any, Final, NoReturn, cast
@@ -21,10 +21,10 @@ _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
     "le": ("<=", operator.le), "gt": (">", operator.gt), "ge": (">=", operator.ge),
 }  # fmt: skip
 _TEXTS: Final[dict[str, str]] = {
-    "floordiv": "({} // {})", "mod": "({} % {})", "max": "max({}, {})", "min": "min({}, {})",
+    "floordiv": "({} // {})", "mod": "({} % {})",
     "truediv": "({} / {})", "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})",
     "pow": "({} ** {})", "neg": "(-{})", "float": "float({})", "sqrt": "math.sqrt({})",
-    "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})", "round": "round({})",
+    "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})",
     "not": "(not {})", "and": "({} and {})", "or": "({} or {})",
     **{name: f"({{}} {sign} {{}})" for name, (sign, _) in _COMPARISONS.items()},
 }  # fmt: skip
@@ -32,8 +32,7 @@ _TEXTS: Final[dict[str, str]] = {
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{name: function for name, (_, function) in _COMPARISONS.items()},
     **{name: getattr(operator, name) for name in ("floordiv", "mod", "truediv", "add", "sub", "mul", "pow", "neg")},
-    "max": max, "min": min, "float": float, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor,
-    "trunc": math.trunc, "round": round, "not": operator.not_,
+    "float": float, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "not": operator.not_,
     "and": lambda one, other: one and other, "or": lambda one, other: one or other,
 }  # fmt: skip
 Monomial = tuple["Expression", ...]
@@ -86,6 +85,8 @@ class Symbols:
         self.conditions: dict[Expression, bool] = {}
         self.refused: OneLength | None = None
         """Why what is recorded holds for one length only, if it does."""
+        self._asked: Evaluator | None = None
+        """Of the conditions, as many as there were when they were last asked about."""
         self._order: dict[Expression, int] = {}
         self._known: dict[Any, Expression] = {}
         self._by_values: dict[tuple[Any, ...], Expression] = {}
@@ -108,6 +109,31 @@ class Symbols:
     def _refuse(self, refusal: OneLength) -> NoReturn:
         self.refused = self.refused or refusal
         raise refusal
+
+    def hold(self, values: Sequence[int]) -> bool:
+        """Whether all conditions have at these values of the symbols the answers that they have in
+        the call.
+        """
+        if self._asked is None or len(self._asked.places) != len(self.conditions):
+            self._asked = Evaluator(self.conditions, self.names)
+        try:
+            found = self._asked.values(*values)
+        except (ArithmeticError, ValueError):
+            return False
+        return list(map(bool, found)) == list(self.conditions.values())
+
+    def of(self, value: Any) -> Expression:
+        """The expression of a number, of a `torch.SymInt`, or of its node."""
+        node = getattr(value, "node", value)
+        return node if isinstance(node, Expression) else self.constant(value)
+
+    def strides(self, shape: Iterable[Any]) -> tuple[list[Expression], Expression]:
+        """The strides of a contiguous tensor of a shape, and how many elements it has."""
+        elements, strides = self.constant(1), list[Expression]()
+        for size in reversed(tuple(shape)):
+            strides.append(elements)
+            elements = elements.mul(self.of(size))
+        return strides[::-1], elements
 
     def constant(self, value: Any) -> Expression:
         """A number that is the same everywhere."""
@@ -200,7 +226,7 @@ class Symbols:
         found, by = self._by_ratio.get(tuple(value // shared for value in values), (None, 1))
         return None if found is None or shared % by else found.mul(self.constant(shared // by))
 
-    def narrow(self, values: tuple[int, ...]) -> None:
+    def _narrow(self, values: tuple[int, ...]) -> None:
         """Says so if these are the values of an expression up to a limit, such as the length of a
         table that is cut.
         """
@@ -230,34 +256,34 @@ class Symbols:
 
     def narrow_to_conditions(self) -> None:
         """Says so if conditions that the recording relies on do not hold at some of the points."""
-        asked = Evaluator(self.conditions, self.names)
-        answers = list(self.conditions.values())
+        values, least, most = self.points[0], self.least, dict(self.most)
 
-        def hold(**values: int) -> bool:
-            found = asked.values(**{**self.points[0], **values})
-            return list(map(bool, found)) == answers
+        def hold(name: str, size: int) -> bool:
+            return self.hold([*{**values, name: size}.values()])
 
-        least, most = self.least, dict(self.most)
-        for name, value in self.points[0].items():
+        for name, value in values.items():
             low = value
-            while low > least and hold(**{name: low - 1}):
+            while low > least and hold(name, low - 1):
                 low -= 1
             least = max(least, low)
             inside, outside = value, most[name] + 1
             while outside - inside > 1:
                 middle = (inside + outside) // 2
-                inside, outside = (middle, outside) if hold(**{name: middle}) else (inside, middle)
+                inside, outside = (middle, outside) if hold(name, middle) else (inside, middle)
             most[name] = inside
-        values = self.points[0]
         if (least, most) != (self.least, self.most) and any(
             most[name] > max(least, value) for name, value in values.items()
         ):
             reason = "conditions on sizes hold in a part of the range"
             self._refuse(Narrower(reason, most, min(least, *values.values())))
 
-    def raise_least(self, reason: str) -> NoReturn:
-        """Says that what is recorded would hold for larger sizes only."""
+    def raise_least(self, reason: str, values: tuple[int, ...] | None = None) -> NoReturn:
+        """Says that what is recorded would hold for larger sizes only, or up to a limit that
+        `values` show.
+        """
         self.narrow_to_conditions()
+        if values is not None:
+            self._narrow(values)
         lowest = min(self.points[0].values())
         if self.least >= lowest:
             self.refuse(reason)
@@ -598,28 +624,19 @@ class Expression:
     def is_non_overlapping_and_dense_indicator(
         self, sizes: list[Any], strides: list[Any]
     ) -> Expression:
-        pairs = [
-            (self._of(size), self._of(step)) for size, step in zip(sizes, strides, strict=True)
-        ]
-        order = sorted(range(len(pairs)), key=lambda place: pairs[place][1].value)
+        order = sorted(range(len(sizes)), key=lambda place: self.symbols.of(strides[place]).value)
         return self._lies_in(sizes, strides, order)
 
     is_non_overlapping_and_dense = is_non_overlapping_and_dense_indicator
-
-    def _of(self, number: Any) -> Expression:
-        if isinstance(number, Expression):
-            return number
-        node = getattr(number, "node", None)
-        return node if isinstance(node, Expression) else self.wrap_int(number)
 
     def _lies_in(self, sizes: list[Any], strides: list[Any], order: Iterable[int]) -> Expression:
         """Whether elements follow one another without gaps in this order of the dimensions."""
         one = expected = self.wrap_int(1)
         for place in order:
-            size = self._of(sizes[place])
+            size = self.symbols.of(sizes[place])
             if size.eq(one).guard_bool():
                 continue
-            if not self._of(strides[place]).eq(expected).guard_bool():
+            if not self.symbols.of(strides[place]).eq(expected).guard_bool():
                 return self.wrap_bool(False)
             expected = expected.mul(size)
         return self.wrap_bool(True)
@@ -628,12 +645,12 @@ class Expression:
         """Whether strides grow in this order of the dimensions, as PyTorch tells channels last."""
         if len(sizes) != len(order):
             return self.wrap_bool(False)
-        least, channels = self.wrap_int(0), self._of(strides[1])
+        least, channels = self.wrap_int(0), self.symbols.of(strides[1])
         if channels.eq(least).guard_bool():
             return self.wrap_bool(False)
         one = self.wrap_int(1)
         for place in order:
-            size, step = self._of(sizes[place]), self._of(strides[place])
+            size, step = self.symbols.of(sizes[place]), self.symbols.of(strides[place])
             if size.eq(self.wrap_int(0)).guard_bool() or step.lt(least).guard_bool():
                 return self.wrap_bool(False)
             if place == 0 and least.eq(channels).guard_bool():
@@ -704,6 +721,9 @@ def _atom_bounds(op: str, args: tuple[Expression, ...]) -> tuple[Any, Any] | Non
 
 
 def _applied(function: Callable[..., Any], args: list[Any]) -> Any:
+    """A function's result; None if it has none for these arguments, or one of them is None."""
+    if None in args:
+        return None
     try:
         return function(*args)
     except (ArithmeticError, ValueError):
@@ -762,10 +782,7 @@ def _solved(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction
 
 
 class Size(int):
-    """An integer of a program that follows from symbols.
-
-    Arithmetic gives plain integers; passes that make other sizes of these use `sized`.
-    """
+    """An integer of a program that follows from symbols. Arithmetic on it gives plain integers."""
 
     expression: Expression
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,10 +58,7 @@ class Made:
         """Bytes of its storage, if that is its own."""
         if self.size_bytes is not None:
             return self.size_bytes
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
+        return _reach(self.shape, self.stride) * self.dtype.itemsize
 
     def again(self, maker: Maker, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
         if self.base is None and self.size_bytes is None:
@@ -249,7 +247,7 @@ def is_known_by_metadata(func: Any) -> bool:
     return func not in ASKED and _NEVER.isdisjoint(func.tags)
 
 
-def key_of(value: Any, signatures: list[int]) -> Any:
+def key_of(value: Any, signatures: Sequence[Any]) -> Any:
     """A nest of arguments as a key, with the signature of a slot for each `Ref`."""
     kind = type(value)
     if kind is Ref:
@@ -264,24 +262,29 @@ def key_of(value: Any, signatures: list[int]) -> Any:
 def _remembered(
     result: Any, tensors: list[Any], device: torch.device | None = None
 ) -> Results | None:
+    """As `described`; None also where no argument is a tensor."""
+    return described(result, tensors, device) if tensors else None
+
+
+def described(
+    result: Any, tensors: list[Any], device: torch.device | None = None
+) -> Results | None:
     """How to make the same results again on fake tensors; None if that is not known.
 
     `device`: where the results are to be, if not where they are.
     """
     is_one = not isinstance(result, (tuple, list))
     items = [_item(item, tensors, device) for item in ((result,) if is_one else result)]
-    if not tensors or any(item is NotImplemented for item in items):
-        return None
-    return Results(items, None if is_one else type(result))
-
-
-def described(result: Any, tensors: list[Any]) -> Results | None:
-    """As `_remembered`, also where no argument is a tensor."""
-    is_one = not isinstance(result, (tuple, list))
-    items = [_item(item, tensors, None) for item in ((result,) if is_one else result)]
     if any(item is NotImplemented for item in items):
         return None
     return Results(items, None if is_one else type(result))
+
+
+def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements there are from a tensor's first one to its last."""
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
 def _told(item: Made | Given | None) -> object:
@@ -304,11 +307,7 @@ def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
     storages = [c_pointer(tensor.untyped_storage()) for tensor in tensors]
     storage = item.untyped_storage()
     base = storages.index(c_pointer(storage)) if c_pointer(storage) in storages else None
-    needed = (
-        sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-        if item.numel()
-        else 0
-    )
+    needed = _reach(shape, stride)
     is_tight = base is not None or (not offset and storage.nbytes() == needed * item.element_size())
     return Made(
         shape,

@@ -9,6 +9,7 @@ meets a size for the first time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -19,8 +20,7 @@ from roam.capture.fake_kernels import cache
 from roam.capture.fake_kernels.real_layouts import is_sure
 from roam.capture.fake_kernels.tensors import Maker
 from roam.kernels.recurrent import ASKED
-from roam.program.ir import Ref
-from roam.state.sizes import Expression, Symbols, number
+from roam.state.sizes import Expression, Symbols, number, replaced
 from roam.torch_compat.private import (
     BelowAutograd,
     DisableTorchDispatch,
@@ -119,10 +119,6 @@ class SizedKernels:
         """Before a trace in a fake mode."""
         self._kernels, self._mode = kernels, mode
 
-    def leave(self) -> None:
-        """After a trace: lets go of the fake mode."""
-        self._maker.forget()
-
     def argument(self, tensor: torch.Tensor, twin: FakeTensor) -> FakeTensor:
         """The fake of an argument; its twin if none of its sizes follows from a symbol."""
         known = self._arguments.get(id(tensor))
@@ -130,15 +126,9 @@ class SizedKernels:
             return twin
         symbols, dims = self.symbols, known[1]
         shape = tuple(dims.get(dim) or size for dim, size in enumerate(tensor.shape))
-        stride: list[Any] = []
-        elements = symbols.constant(1)
-        for size in reversed(shape):
-            stride.insert(0, _plain(elements))
-            elements = elements.mul(
-                size if isinstance(size, Expression) else symbols.constant(size)
-            )
+        strides, elements = symbols.strides(shape)
         size_bytes = elements.mul(symbols.constant(tensor.itemsize))
-        layout = Layout(shape, tuple(stride), 0, _plain(size_bytes))
+        layout = Layout(shape, tuple(map(_plain, strides)), 0, _plain(size_bytes))
         made = self._outer(twin, layout, None)
         if tensor.requires_grad:
             made.requires_grad = True
@@ -154,7 +144,8 @@ class SizedKernels:
         """The results of a kernel; see `FakeKernels.run`. `signatures` also tell expressions
         apart.
         """
-        key = func, _key(recorded, signatures), torch.get_default_dtype()
+        told = replaced(recorded, operator.attrgetter("expression"))  # equal sizes may part
+        key = func, cache.key_of(told, signatures), torch.get_default_dtype()
         known = self._results.get(key)
         if known is None:
             known = self._results[key] = self._learned(func, given, tensors)
@@ -203,12 +194,8 @@ class SizedKernels:
         """Strides and bytes are products of sizes, and sizes of results products of pairs."""
         known: dict[Expression, None] = {}
         for layout in layouts:
-            product = self.symbols.constant(1)
-            for size in reversed(layout.shape):
-                size = size if isinstance(size, Expression) else self.symbols.constant(size)
-                product = product.mul(size)
-                if size.op != "constant":
-                    known[size] = None
+            self.symbols.strides(layout.shape)
+            known.update((size, None) for size in layout.shape if isinstance(size, Expression))
         for one in known:
             for other in known:
                 one.add(other)
@@ -224,12 +211,7 @@ class SizedKernels:
             return
         for result in results if isinstance(results, (tuple, list)) else (results,):
             if isinstance(result, torch.Tensor):
-                product = self.symbols.constant(1)
-                for size in reversed(result.shape):
-                    node = getattr(size, "node", None)
-                    product = product.mul(
-                        node if isinstance(node, Expression) else self.symbols.constant(int(size))
-                    )
+                self.symbols.strides(result.shape)
 
     def _layout(self, func: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
         """The layout of a result, from what it is at each point."""
@@ -254,28 +236,24 @@ class SizedKernels:
             for dim in range(len(first.shape))
         )
         offset = self._number(func, [one.offset for one in alike])
-        if first.base is not None:
-            size_bytes = None if base is None else base.size_bytes
+        if base is not None:
+            size_bytes = base.size_bytes
+        elif first.base is not None:
+            size_bytes = tensors[first.base].untyped_storage().nbytes()
         else:
             size_bytes = self._number(func, [one.bytes() for one in alike])
         layout = Layout(shape, stride, offset, size_bytes)
         is_symbolic = base is not None or any(
             isinstance(one, Expression) for one in (*shape, *stride, offset, size_bytes)
         )
-        if (
-            is_symbolic and first.base is not None and size_bytes is None
-        ):  # a view of a tensor with sizes of its own
-            storage = tensors[first.base].untyped_storage()
-            layout = layout._replace(size_bytes=storage.nbytes())
         return layout if is_symbolic else None
 
     def _number(self, func: Any, values: list[int]) -> Any:
         found = self.symbols.with_values(tuple(values))
         if found is None:
-            self.symbols.narrow_to_conditions()
-            self.symbols.narrow(tuple(values))
             self.symbols.raise_least(
-                f"no expression is found for a size of the result of {func}: {values}"
+                f"no expression is found for a size of the result of {func}: {values}",
+                tuple(values),
             )
         return _plain(found)
 
@@ -413,14 +391,3 @@ def _concrete(value: Any, place: int, tensors: Iterator[Any]) -> Any:
     if type(value) in _SIZED and isinstance(value.node, Expression):
         return value.node.values[place]
     return value
-
-
-def _key(value: Any, signatures: Sequence[Any]) -> Any:
-    kind = type(value)
-    if kind is Ref:
-        return signatures[value.slot]
-    if kind is tuple or kind is list:
-        return (kind, *[_key(item, signatures) for item in value])
-    if kind is dict:
-        return (kind, *[(name, _key(item, signatures)) for name, item in value.items()])
-    return kind, getattr(value, "expression", value)

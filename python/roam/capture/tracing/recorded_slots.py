@@ -92,7 +92,7 @@ class Slots:
         self._kernels = kernels
         self._refs: list[Ref] = []
         self._signatures: list[int] = []
-        self._sized: list[Any] = []
+        self._sized_signatures: list[Any] = []
         """For each slot, what `_signatures` says, or a key that also tells expressions of sizes
         apart."""
         self._storage_numbers: dict[int, int] = {}
@@ -569,7 +569,7 @@ class Slots:
         self._signatures.append(
             self._kernels.signature(meta, getattr(tensor, "_roam_twin", tensor))
         )
-        self._sized.append(
+        self._sized_signatures.append(
             self._signatures[-1] if layout is None else signature(layout, self._signatures[-1])
         )
         return len(self.program.slots) - 1

@@ -373,7 +373,7 @@ class Values(Slots):
         self.program.slots.append(None)
         self._refs.append(ref_to(slot))
         self._signatures.append(LIVE_INT if is_integer else LIVE_FLOAT)
-        self._sized.append(self._signatures[-1])
+        self._sized_signatures.append(self._signatures[-1])
         node = LiveNode(cast(TraceContext, self), slot, is_integer, origin)
         return node.number()
 

@@ -129,7 +129,7 @@ class Recorder(Values, TorchDispatchMode):
                 no such tensors.
         """
         TorchDispatchMode.__init__(self)
-        self._of_sizes = sized
+        self._sized_kernels = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
         self._switches = KernelSwitches()
@@ -264,7 +264,7 @@ class Recorder(Values, TorchDispatchMode):
                 "around the call of the step",
                 code="moved", op=str(func), source=source,
             )  # fmt: skip
-        sized = self._of_sizes
+        sized = self._sized_kernels
         if sized is not None and not sized.concerns(given, tensors):
             sized = None
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
@@ -279,7 +279,7 @@ class Recorder(Values, TorchDispatchMode):
                         given,
                         tensors,
                         (call.args, call.kwargs),
-                        self._signatures if sized is None else self._sized,
+                        self._signatures if sized is None else self._sized_signatures,
                     )
             else:
                 result, value = self._decided(shape, call)
