@@ -25,10 +25,6 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# On a busy machine MKL may take fewer threads than it did before, and its products then have other
-# bits, in eager PyTorch too.
-os.environ.setdefault("MKL_DYNAMIC", "FALSE")
-
 import torch
 import transformers
 
@@ -117,6 +113,11 @@ def train(step: Callable[..., torch.Tensor], compiled: Step, text: torch.Tensor,
     return Run(losses, parameters, compiled.memory(), statistics.median(seconds))
 
 
+def is_same(one: Run, other: Run) -> bool:
+    """Whether two runs had the same losses and parameters, in each bit."""
+    return one.losses == other.losses and all(map(torch.equal, one.parameters, other.parameters))
+
+
 def main() -> int:
     """Train both ways, print the comparison, and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -166,10 +167,13 @@ def main() -> int:
     plan = dict(compiled.plans)[train_step.__name__]
     print(f"\nthe plan is {plan.gap:.2%} above the lower bound of pool + unpooled")
 
-    same = eager.losses == planned.losses and all(
-        map(torch.equal, eager.parameters, planned.parameters)
-    )
+    same = is_same(eager, planned)
     print(f"losses and final parameters: {'equal bit for bit' if same else 'DIFFERENT'}")
+    if not same:
+        # Products by MKL need not repeat their bits from run to run.
+        again = train(train_step, compiled, text, steps)
+        print(f"eager PyTorch, run again: {'equal' if is_same(eager, again) else 'DIFFERENT'}")
+        print(f"... beside the plan: {'equal' if is_same(planned, again) else 'DIFFERENT'}")
     return 0 if same else 1
 
 
