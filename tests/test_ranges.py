@@ -5,6 +5,7 @@ bits.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +105,7 @@ def test_any_order_of_lengths_needs_two_captures() -> None:
 def test_rising_lengths_are_planned_anew_without_another_capture(memory: str | None) -> None:
     step = run_both(lengths(*range(4, 40)), memory=memory)
     assert len(step._captures) == 2
-    assert step._captures[0].step.arguments.sizes.most[0] >= 39
+    assert step._captures[0].step.arguments.sizes.largest()[0] >= 39
 
 
 @pytest.mark.parametrize("options", [{"pool": False}, {"poison": True}, {"keep_grads": True}])
@@ -121,6 +122,45 @@ def test_two_sizes_change_apart() -> None:
 def test_a_size_that_changes_later_joins_the_others() -> None:
     step = run_both([(4, 8), (4, 11), (4, 9), (3, 10), (2, 12), (4, 16), (3, 7)])
     assert len(step._captures) == 3
+
+
+def test_batches_of_so_many_tokens_are_planned_for_no_more_than_twice_as_many() -> None:
+    shapes = [(4, 12), (8, 6), (12, 4), (2, 24), (5, 9), (3, 16), (24, 2), (2, 24), (12, 4)]
+    step = run_both(shapes)
+    assert len(step._captures) == 2
+    corners = sizes_of(step)[0].corners
+    assert len(corners) > 1
+    assert max(map(math.prod, corners)) <= 2.5 * 48  # some of it for prime numbers
+
+
+def test_smaller_batches_need_no_room() -> None:
+    step = run_both([(4, 8), (3, 8), (4, 8), (2, 8), (4, 8)])
+    assert len(step._captures) == 2
+    of_full, of_range = (
+        captured
+        for captured in sorted(step._captures, key=lambda one: one.step.arguments.sizes is not None)
+    )
+    assert of_range.step.arguments.sizes.corners == ((4,),)
+    assert of_range.runners[-1].choice.total_bytes == of_full.runners[-1].choice.total_bytes
+
+
+def test_a_product_of_three_sizes_is_found() -> None:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        return nn.Sequential(nn.Embedding(50, 16), layer, nn.Linear(16, 50))
+
+    step = run_both([(4, 8), (3, 11), (4, 9), (5, 7)], make=make)
+    assert len(step._captures) == 2
+
+
+def test_a_later_size_of_a_range_takes_one_trace() -> None:
+    net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    step: Any = roam.compile(reading(net, torch.optim.AdamW(net.parameters())))
+    step(ids_of(2, 8))
+    before = step._known.traces
+    step(ids_of(2, 11))
+    step(ids_of(2, 9))
+    assert step._known.traces == before + 1
 
 
 def test_the_end_of_a_table_limits_the_range() -> None:
@@ -308,7 +348,7 @@ class TestGiven:
     def test_one_plan_from_the_first_call_on(self) -> None:
         step = run_both(lengths(9, 5, 24, 7, 24), sizes={"args[0]": {1: 24}})
         assert len(step._captures) == 1
-        assert sizes_of(step)[0].most == (24,)
+        assert sizes_of(step)[0].corners == ((24,),)
 
     def test_the_plan_is_told_before_the_first_step(self) -> None:
         net = Reader()
@@ -316,6 +356,31 @@ class TestGiven:
         step = roam.compile(reading(net, optimizer), sizes={"args[0]": {1: 40}})
         other = roam.compile(reading(net, optimizer))
         assert step.plan(ids_of(2, 8)).total_bytes == other.plan(ids_of(2, 40)).total_bytes
+
+    def test_an_argument_may_be_named_as_the_function_does(self) -> None:
+        step = run_both(lengths(9, 5, 24), sizes={"ids": {1: 24}})
+        assert len(step._captures) == 1
+
+    def test_a_limit_is_kept_at_all_sizes_or_refused_before_the_first(self) -> None:
+        def make() -> nn.Module:
+            blocks = [
+                layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Dropout(0.1), nn.GELU())
+            ]
+            return nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50))
+
+        sizes = {"ids": {1: 200}}
+        unlimited = run_both(lengths(9, 200), make=make, sizes=sizes).memory().total_bytes
+        limit_bytes = int(0.8 * unlimited)
+        step = run_both(lengths(9, 5, 200, 7), make=make, sizes=sizes, memory=limit_bytes)
+        assert len(step._captures) == 1
+        assert step.memory().total_bytes <= limit_bytes
+        net = make()
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = roam.compile(reading(net, optimizer), sizes={"ids": {1: 800}}, memory=limit_bytes)
+        with pytest.raises(roam.PlanError) as caught:
+            step(ids_of(2, 9))
+        assert caught.value.code.startswith("memory_")
+        assert not optimizer.state
 
     def test_longer_ones_have_other_plans(self) -> None:
         assert len(run_both(lengths(9, 5, 24, 25, 26), sizes={"args[0]": {1: 24}})._captures) >= 2

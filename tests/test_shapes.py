@@ -28,6 +28,7 @@ from roam.runtime.strategy import ordered_as
 from roam.state.guards import Guards
 from training import assert_same_bits, tensors_and_numbers
 
+each_size = functools.partial(roam.compile, sizes=False)
 aten = torch.ops.aten
 functional = torch.nn.functional
 LENGTHS = range(3, 16)
@@ -94,7 +95,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_each_length_is_captured_once_and_the_later_ones_from_one_trace(traces: list[int]) -> None:
     outcomes = []
-    for wrap in (lambda step: step, roam.compile):
+    for wrap in (lambda step: step, each_size):
         net, optimizer = setting()
         step = wrap(make_step(net, optimizer))
         losses = [step(batch(length)) for _ in range(2) for length in LENGTHS]
@@ -116,7 +117,7 @@ def test_each_length_is_captured_once_and_the_later_ones_from_one_trace(traces: 
 
 def test_the_last_batch_of_an_epoch_is_another_size_of_the_same_step(traces: list[int]) -> None:
     net, optimizer = setting()
-    step = roam.compile(make_step(net, optimizer))
+    step = each_size(make_step(net, optimizer))
     for size in (4, 4, 3, 4, 3):
         step(batch(5, size))
     assert traces == [5] * 3
@@ -125,7 +126,7 @@ def test_the_last_batch_of_an_epoch_is_another_size_of_the_same_step(traces: lis
 
 def test_a_plan_in_an_earlier_order_is_a_plan_of_its_own_graph() -> None:
     net, optimizer = setting()
-    step = roam.compile(make_step(net, optimizer))
+    step = each_size(make_step(net, optimizer))
     for length in (6, 7, 8):
         step(batch(length))
     later = [captured.runners[-1] for captured in step._captures][:2]
@@ -138,7 +139,7 @@ def test_a_plan_in_an_earlier_order_is_a_plan_of_its_own_graph() -> None:
 
 
 def test_shapes_share_the_calls_that_are_equal_and_the_code_of_their_plans() -> None:
-    step = roam.compile(make_step(*setting()))
+    step = each_size(make_step(*setting()))
     for length in (5, 5, 9, 7):  # the first call makes the state
         step(batch(length))
     first, *later = [captured.runners[-1] for captured in reversed(step._captures)]
@@ -175,7 +176,7 @@ def test_only_calls_of_the_very_same_values_are_shared() -> None:
 
 
 def test_a_later_capture_leaves_little_for_the_collector() -> None:
-    step = roam.compile(make_step(*setting()))
+    step = each_size(make_step(*setting()))
     for length in (5, 9, 7):
         step(batch(length))
     gc.collect()
@@ -201,7 +202,7 @@ def collected_kinds() -> set[str]:
 
 def test_a_call_asks_no_guards_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = setting()
-    step = roam.compile(make_step(net, optimizer))
+    step = each_size(make_step(net, optimizer))
     for length in LENGTHS:
         step(batch(length))
     asked = []
@@ -214,7 +215,7 @@ def test_a_call_asks_no_guards_but_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_kept_is_told_and_does_not_grow(caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = setting()
-    step = roam.compile(make_step(net, optimizer))
+    step = each_size(make_step(net, optimizer))
     assert "0 of at most 64 kept" in str(step.kept())
     with caplog.at_level(logging.DEBUG, logger="roam"):
         for length in (4, 5, 6, 4, 5, 6):  # the first run of a plan is another than the later ones
@@ -242,7 +243,7 @@ class TestLimit:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer), max_plans=3)
+        step = each_size(make_step(net, optimizer), max_plans=3)
         with caplog.at_level(logging.WARNING, logger="roam"):
             for length in (4, 5, 6, 4, 7):
                 step(batch(length))
@@ -258,7 +259,7 @@ class TestLimit:
 
     def test_what_went_is_freed(self) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        step = each_size(make_step(net, optimizer), max_plans=1)
         step(batch(4))
         executor = weakref.ref(step._captures[0].runners[-1])
         step(batch(5))
@@ -268,7 +269,7 @@ class TestLimit:
     def test_the_advice_fits_values(self, caplog: pytest.LogCaptureFixture) -> None:
         net, optimizer = setting()
         plain = make_step(net, optimizer)
-        step = roam.compile(lambda ids, count: plain(ids) * hash(count), max_plans=2)
+        step = each_size(lambda ids, count: plain(ids) * hash(count), max_plans=2)
         with caplog.at_level(logging.WARNING, logger="roam"):
             for count in (1, 2, 3):
                 step(batch(4), count)
@@ -277,7 +278,7 @@ class TestLimit:
 
     def test_the_advice_fits_state(self, caplog: pytest.LogCaptureFixture) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer), max_plans=5)
+        step = each_size(make_step(net, optimizer), max_plans=5)
         with caplog.at_level(logging.WARNING, logger="roam"):
             for place in range(6):
                 net.drop.p = 0.1 + place / 10
@@ -290,7 +291,7 @@ class TestLimit:
         self, is_state: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        step = each_size(make_step(net, optimizer), max_plans=1)
         with caplog.at_level(logging.WARNING, logger="roam"):
             step(batch(4))
             if is_state:
@@ -329,7 +330,7 @@ class TestLimit:
                 str(other)
             return plain(ids) * net.made.scale * len(net.seen) * len(net.lengths)
 
-        step = roam.compile(train_step)
+        step = each_size(train_step)
         with caplog.at_level(logging.WARNING, logger="roam"):
             for place in range(11):
                 other = change(net, place)
@@ -345,7 +346,7 @@ class TestLimit:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer))
+        step = each_size(make_step(net, optimizer))
         with caplog.at_level(logging.WARNING, logger="roam"):
             for length in range(2, 14):
                 step(batch(length))
@@ -357,7 +358,7 @@ class TestLimit:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         net, optimizer = setting()
-        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        step = each_size(make_step(net, optimizer), max_plans=1)
         with caplog.at_level(logging.WARNING, logger="roam"):
             for length in (4, 5, 4, 5, 4, 5):
                 step(batch(length))
@@ -365,7 +366,7 @@ class TestLimit:
 
     def test_none_at_all_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_plans"):
-            roam.compile(lambda: None, max_plans=0)
+            each_size(lambda: None, max_plans=0)
 
 
 @pytest.mark.sweep
@@ -375,7 +376,7 @@ def test_no_mixture_of_shapes_and_changes_runs_a_plan_of_another(seed: int, max_
     """Shapes, training and evaluation, dropout, weight decay, frozen weights and loaded state, by
     turns at random."""
     outcomes = []
-    for wrap in (lambda step: step, lambda step: roam.compile(step, max_plans=max_plans)):
+    for wrap in (lambda step: step, lambda step: each_size(step, max_plans=max_plans)):
         net, optimizer = setting()
         step = wrap(make_step(net, optimizer))
         choices = random.Random(seed)
@@ -436,7 +437,7 @@ def test_what_only_a_later_shape_shows_to_be_unsteady_is_refused(how: str) -> No
         optimizer.step()
         return loss.detach()
 
-    compiled = roam.compile(step)
+    compiled = each_size(step)
     compiled(batch(4))
     compiled(batch(5))
     with pytest.raises(roam.CaptureError, match="did different things in two traces"):
@@ -495,7 +496,7 @@ def small_images(
 def test_images_that_layers_make_smaller_are_traced_once(traces: list[int]) -> None:
     """The sizes in the middle are no multiples of the images', and the backward pass names them."""
     outcomes = []
-    for wrap in (lambda step: step, roam.compile):
+    for wrap in (lambda step: step, each_size):
         torch.manual_seed(0)
         net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.MaxPool2d(2), torch.nn.Conv2d(4, 4, 3, stride=2),
@@ -525,7 +526,7 @@ def test_a_number_does_not_explain_itself_by_what_is_made_of_it() -> None:
         number = 2 if ids.shape[1] < 6 else globals()["_{}".format("later")].__next__()
         return plain(ids) + torch.ones(number).sum()
 
-    compiled = roam.compile(step)
+    compiled = each_size(step)
     compiled(batch(5))
     with pytest.raises(roam.CaptureError, match="did different things in two traces"):
         compiled(batch(7))
@@ -538,7 +539,7 @@ def test_a_literal_leaves_later_sizes_one_trace_and_one_plan(
     """A trace numbers it where it comes by it; a program from which calls are left out has it
     before all that is made."""
     outcomes = []
-    for wrap in (lambda step: step, roam.compile):
+    for wrap in (lambda step: step, each_size):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
@@ -628,7 +629,7 @@ def test_what_is_taken_from_another_length_is_as_if_found_anew(
 
 def test_a_later_length_takes_what_depends_on_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = setting()
-    step = roam.compile(make_step(net, optimizer))
+    step = each_size(make_step(net, optimizer))
     step(batch(6))
     found = []
     plain = Lowering._find
@@ -697,7 +698,7 @@ def test_numbers_that_a_step_changes_do_not_tell_guards_apart() -> None:
         count[0] += 1
         return plain(ids)
 
-    step = roam.compile(counting)
+    step = each_size(counting)
     for length in (4, 5, 6):
         step(batch(length))
     assert count == [3]
@@ -708,7 +709,7 @@ def test_a_question_about_the_batch_leaves_later_lengths_one_trace(traces: list[
     """Its values are numbered as in the recording, where the gradients of a step before come
     first."""
     outcomes = []
-    for wrap in (lambda step: step, roam.compile):
+    for wrap in (lambda step: step, each_size):
         net, optimizer = setting()
 
         def step(

@@ -58,6 +58,38 @@ def at(program: Program, values: Mapping[str, int], *, keeps: bool = False) -> P
     return replaced_in(program, new)
 
 
+def over(program: Program, corners: Sequence[Mapping[str, int]]) -> Program:
+    """The program at the corner where it has the most memory, with storages that are as large as at
+    any corner. Its numbers still have their expressions.
+    """
+    storages = [place for place in program.storages if type(place.size_bytes) is Size]
+    evaluator = Evaluator(
+        (expression for place in storages for expression in expressions_in(place.size_bytes)),
+        corners[0],
+    )
+    known = [evaluator.values(*corner.values()) for corner in corners]
+    largest = max(range(len(corners)), key=lambda number: sum(known[number]))
+    made = at(program, corners[largest], keeps=True)
+    if len(corners) == 1:
+        return made
+    most = list(map(max, zip(*known, strict=True)))
+    return replace(
+        made,
+        storages=[
+            replace(
+                place,
+                size_bytes=Size(
+                    most[evaluator.places[place.size_bytes.expression]],
+                    place.size_bytes.expression,
+                ),
+            )
+            if type(place.size_bytes) is Size
+            else place
+            for place in made.storages
+        ],
+    )
+
+
 def replaced_in(program: Program, new: Callable[[Any], Any]) -> Program:
     """A program with `new` of each number that follows from symbols."""
     calls, slots, storages = list(program.calls), list(program.slots), list(program.storages)

@@ -84,7 +84,7 @@ def compile(
     offload: str | os.PathLike[str] | None = None,
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
-    sizes: bool | Mapping[str, Mapping[int, int]] = False,
+    sizes: bool | Mapping[str, Mapping[int, int]] = True,
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -140,8 +140,8 @@ def compile(
             are. If True, a dimension in which two calls differ becomes a range. If False, each size
             has a plan of its own. A mapping says from the first call on which dimensions of which
             arguments change, and the largest size of each: ``{"input_ids": {1: 512}}``. An argument
-            is named by its key, or in full, as in ``"args[0]['input_ids']"``. Totals and memory
-            budgets are those of the largest size. See docs/how-to/shapes.md.
+            is named by its parameter, by its key, or in full, as in ``"args[0]['input_ids']"``.
+            Totals and memory budgets are those of the largest sizes. See docs/how-to/shapes.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -262,7 +262,7 @@ class Step:
         self._known = Known(
             compiles_blocks=options.kernels == "inductor", is_captured_once=on_change != "replan"
         )
-        self._ranges = Ranges(options)
+        self._ranges = Ranges(options, train_step)
         self._last: Runner | None = None
         self._timings: Timings | None = None
         self._partly_updated: list[tuple[Any, Any, int]] = []
@@ -796,7 +796,9 @@ class Step:
             try:
                 runners = self._planned(step, timings, is_real=is_real)
             except (OneLength, PlanError) as error:
-                if step.arguments.sizes is None:
+                if step.arguments.sizes is None or (
+                    isinstance(error, PlanError) and self._ranges.promises
+                ):
                     raise
                 self._ranges.has_failed(step)
                 replans.info(

@@ -7,7 +7,7 @@ to be, at the sizes of the earlier capture, the very program of that one.
 
 from __future__ import annotations
 
-import operator
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +21,10 @@ from roam.errors import CaptureError
 from roam.kernels.calls import placed_calls
 from roam.program.diff import difference
 from roam.program.ir import Program
-from roam.program.resized import at
+from roam.program.resized import at, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
-from roam.state.argument_sizes import ArgumentSizes
+from roam.state.argument_sizes import ArgumentSizes, is_within
 from roam.state.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
 from roam.state.step_call import StepCall
 
@@ -45,9 +45,10 @@ class Ranges:
 
     Args:
         options: of the step.
+        train_step: the user's function.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, train_step: Callable[..., Any]) -> None:
         self._is_possible = (
             options.streams == 1
             and not options.cuda_graph
@@ -56,6 +57,9 @@ class Ranges:
             and options.sizes is not False
         )
         self._given = {} if isinstance(options.sizes, bool) else options.sizes
+        self._parameters = _parameters(train_step) if self._given else {}
+        self.promises = bool(self._given) and self._is_possible
+        """Whether a plan is to hold for the sizes that the user has said, or none is made."""
         self._has_limit = options.memory is not None
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
@@ -69,18 +73,20 @@ class Ranges:
         """
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
+        largest = sizes.largest()
         points = [
-            tuple(min(value, most) for value, most in zip(point.values(), sizes.most, strict=True))
+            tuple(map(min, point.values(), largest))
             for point in sizes.symbols.points
+            if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
         for least in (max(one, sizes.least) for one in _LEAST):
-            corner = tuple(min(least, most) for most in sizes.most)
-            tried = [point for point in points if all(map(operator.ge, point, corner))]
+            corner = tuple(min(least, most) for most in largest)
+            tried = [point for point in points if is_within(corner, point)]
             if all(
                 _is_placed_alike(choice, dict(zip(sizes.symbols.names, point, strict=True)), device)
                 for choice in choices
-                for point in dict.fromkeys([corner, *tried])
+                for point in dict.fromkeys([corner, *tried, *sizes.corners])
             ):
                 sizes.least = least
                 return
@@ -139,7 +145,9 @@ class Ranges:
         leaves = call.taken(before.arguments.taker).leaves
         dims: dict[int, dict[int, tuple[Any, int]]] = {}
         for name, sizes in self._given.items():
-            places = before.arguments.places_named(name)
+            places = before.arguments.places_named(name) or before.arguments.places_named(
+                f"args[{self._parameters.get(name)}]"
+            )
             if not places:
                 raise CaptureError(
                     f"sizes= names {name!r}, and the step is called with no tensor of that name; it is called with {before.arguments}",
@@ -176,10 +184,12 @@ class Ranges:
         leaves = call.taken(before.arguments.taker).leaves
         names: dict[tuple[Any, int], str] = {}
         seen: dict[str, int] = {}
+        earlier: dict[str, int] = {}
         for place, found in dims.items():
             for dim, pair in found.items():
                 name = names.setdefault(pair, f"s{len(names)}")
-                seen[name] = max(before.arguments.size(place, dim), pair[1])
+                earlier[name] = before.arguments.size(place, dim)
+                seen[name] = max(earlier[name], pair[1])
                 if is_given:
                     seen[name] = pair[0]
         values = {name: now for (_, now), name in names.items()}
@@ -204,7 +214,11 @@ class Ranges:
                 sizes = ArgumentSizes(symbols, of_place, shapes, least=least)
                 if any(_is_same_step(step, one, sizes) for one in known):
                     step.arguments.sizes = sizes
-                    return self.enlarged(step, tuple(seen.values()))
+                    if is_given:
+                        return self.enlarged(step, tuple(seen.values()))
+                    before_now = tuple(earlier.values())
+                    sizes.corners = (before_now,) if symbols.hold(before_now) else ()
+                    return self.enlarged(step, tuple(values.values()))
                 return None
             if not isinstance(symbols.refused, Narrower):
                 raise symbols.refused
@@ -214,30 +228,46 @@ class Ranges:
         return None
 
     def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
-        """The capture at sizes for which it is to be planned, with room for larger ones than
-        `values`.
+        """The capture at sizes for which it is to be planned: those that are known, and these with
+        room for larger ones.
         """
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
-        # Pages of the CPU's memory that nobody touches are never taken.
-        by = (
-            1.0 if self._has_limit or self._given else 2.0 if variant.device.type == "cpu" else 1.25
-        )
-        wanted = tuple(
-            min(int(by * value), most)
-            for value, most in zip(values, sizes.symbols.most.values(), strict=True)
-        )
-        # Of no other size by chance, so that what is equal there is equal everywhere.
-        prime = tuple(
-            min(prime_from(value), most)
-            for value, most in zip(wanted, sizes.symbols.most.values(), strict=True)
-        )
-        planned = next((one for one in (prime, wanted) if sizes.symbols.hold(one)), tuple(values))
-        step.arguments.sizes = sizes = replace(sizes, most=planned)
-        of = dict(zip(sizes.symbols.names, planned, strict=True))
+        known = sizes.corners
+        if not any(is_within(values, corner) for corner in known):
+            new = tuple(values)
+            if not self._has_limit and not self._given:
+                # Pages of the CPU's memory that nobody touches are never taken.
+                room = 2.0 if variant.device.type == "cpu" else 1.25
+                new = self._with_room(sizes, new, room)
+            known = (*(corner for corner in known if not is_within(corner, new)), new)
+        step.arguments.sizes = sizes = replace(sizes, corners=known)
+        of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
         return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
+
+    def _with_room(
+        self, sizes: ArgumentSizes, values: tuple[int, ...], room: float
+    ) -> tuple[int, ...]:
+        """Sizes of so many times the elements, larger where these are the largest so far, and of no
+        other size by chance, so that what is equal there is equal everywhere.
+        """
+        before = sizes.largest() or (0,) * len(values)
+        grown = [value > most for value, most in zip(values, before, strict=True)]
+        grown = grown if any(grown) else [True] * len(values)
+        by = room ** (1 / sum(grown))
+        wanted = [int(by * value) for value in values]
+        for larger in (map(prime_from, wanted), wanted):
+            found = tuple(
+                min(size, limit) if grows else value
+                for value, size, grows, limit in zip(
+                    values, larger, grown, sizes.symbols.most.values(), strict=True
+                )
+            )
+            if sizes.symbols.hold(found):
+                return found
+        return values
 
 
 def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes) -> bool:
@@ -282,13 +312,22 @@ def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.devic
     )
 
 
-def _resized(variant: Variant | None, values: dict[str, int]) -> Variant | None:
+def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Variant | None:
     if variant is None:
         return None
-    program = at(variant.program, values, keeps=True)
+    program = over(variant.program, corners)
     is_one = variant.as_written is variant.program
-    as_written = program if is_one else at(variant.as_written, values, keeps=True)
+    as_written = program if is_one else over(variant.as_written, corners)
     return replace(variant, program=program, as_written=as_written)
+
+
+def _parameters(train_step: Callable[..., Any]) -> dict[str, int]:
+    """The names of a function's parameters, each with its place."""
+    try:
+        names = inspect.signature(train_step).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return {}
+    return {name: place for place, name in enumerate(names)}
 
 
 def _dims(before: CapturedStep, call: StepCall) -> dict[int, dict[int, tuple[Any, int]]]:

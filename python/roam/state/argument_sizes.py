@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +29,15 @@ class ArgumentSizes:
         symbols: those of the capture.
         dims: for each of the flattened arguments with such sizes, the symbol of each dimension.
         shapes: those of these arguments at capture.
-        least, most: the values of the symbols from which and up to which the plan holds.
+        least: the values of the symbols from which on the plan holds.
+        corners: it holds up to each of these, one value for each symbol.
         excluded: values for which a run has found that it does not.
     """
 
     symbols: Symbols
     dims: Mapping[int, Mapping[int, Expression]]
     shapes: Mapping[int, tuple[int, ...]]
-    most: tuple[int, ...] = ()
+    corners: tuple[tuple[int, ...], ...] = ()
     least: int = Symbols.LEAST
     excluded: set[tuple[int, ...]] = field(default_factory=set)
     first_places: list[tuple[int, int]] = field(init=False)
@@ -54,6 +57,10 @@ class ArgumentSizes:
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Of the symbols in a call with these flattened arguments, which fit `failure`."""
         return tuple([leaves[place].shape[dim] for place, dim in self.first_places])
+
+    def largest(self) -> tuple[int, ...]:
+        """Of each symbol, the largest value that a corner has."""
+        return tuple(map(max, zip(*self.corners, strict=True)))
 
     def shape(self, place: int, values: Sequence[int]) -> tuple[int, ...]:
         """What the shape of an argument has to be."""
@@ -84,11 +91,16 @@ class ArgumentSizes:
             return Misfit(
                 "a condition on the sizes of the arguments, on which the capture relies, does not hold"
             )
-        if any(value > most for value, most in zip(values, self.most, strict=True)):
+        if not any(map(partial(is_within, values), self.corners)):
             larger = Larger("the arguments are larger than the plan is made for")
             larger.values = values
             return larger
         return None
+
+
+def is_within(values: Sequence[int], most: Sequence[int]) -> bool:
+    """Whether no value is above the one in the same place."""
+    return all(map(operator.le, values, most))
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -707,7 +707,7 @@ class ArgGuard:
         shape, sizes = tuple(expected.metadata[2]), self.sizes
         if sizes is None or place not in sizes.dims:
             return str(shape)
-        most = dict(zip(sizes.symbols.symbols.values(), sizes.most, strict=True))
+        most = dict(zip(sizes.symbols.symbols.values(), sizes.largest(), strict=True))
         symbols = sizes.dims[place]
         shown = [
             f"{sizes.least}..{most[symbols[dim]]}" if dim in symbols else str(size)

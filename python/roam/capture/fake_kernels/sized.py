@@ -119,6 +119,10 @@ class SizedKernels:
         """Before a trace in a fake mode."""
         self._kernels, self._mode = kernels, mode
 
+    def forget_fakes(self) -> None:
+        """Lets go of the fake tensors' mode, after a trace."""
+        self._maker.forget()
+
     def argument(self, tensor: torch.Tensor, twin: FakeTensor) -> FakeTensor:
         """The fake of an argument; its twin if none of its sizes follows from a symbol."""
         known = self._arguments.get(id(tensor))
@@ -231,6 +235,8 @@ class SizedKernels:
         shape = tuple(
             self._number(func, [one.shape[dim] for one in alike]) for dim in range(len(first.shape))
         )
+        _, elements = self.symbols.strides(shape)
+        elements.mul(self.symbols.constant(first.dtype.itemsize))
         stride = tuple(
             self._number(func, [one.stride[dim] for one in alike])
             for dim in range(len(first.shape))

@@ -377,6 +377,8 @@ class FakeState:
         self.results.clear()
         self.kernels.forget_fakes()
         self.maker.forget()
+        if self.sized is not None:
+            self.sized.forget_fakes()
         self.identities.leave()
         # These functions hold the recorder of the last trace, which holds this fake state. Without
         # them both are freed at once, and with them everything of the trace.
