@@ -506,6 +506,27 @@ def test_steps_by_plan_and_eager_ones_take_turns(ranks: Ranks) -> None:
     assert ranks.run(in_turns) == [[]] * 4
 
 
+def of_many_sizes(rank: int, world: int) -> tuple[list[int], int]:
+    """What differs where each rank has batches of sizes of its own, and how many plans there
+    are.
+    """
+
+    def trained(step: Step) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        found = []
+        for number in range(10):
+            rows = 4 + (3 * rank + 5 * number) % 11
+            found += tensors_of(step(net, optimizer, batch(rank, number, rows)))
+        return [*found, *state_of(net, optimizer)]
+
+    compiled = roam.compile(clipped)
+    return differences(trained(clipped), trained(compiled)), len(compiled.kept().plans)
+
+
+def test_each_rank_has_one_plan_for_its_sizes(ranks: Ranks) -> None:
+    assert ranks.run(of_many_sizes) == [([], 2)] * 4
+
+
 def kept_bytes(net: Any) -> int:
     """Memory of the buckets that a module keeps."""
     return sum(bucket.untyped_storage().nbytes() for bucket in kept_buckets(net.reducer))

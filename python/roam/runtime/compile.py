@@ -785,7 +785,7 @@ class Step:
                     answers=answers,
                 )
                 known = [captured.step for captured in self._captures]
-                of_range = None if _has_ranks() else self._ranges.capture(capture, known, call)
+                of_range = self._ranges.capture(capture, known, call)
                 step = of_range or capture()
             if answers.guessed and not may_guess:
                 raise Unseen

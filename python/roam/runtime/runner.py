@@ -724,10 +724,11 @@ class Runner:
     def _left_at_size(self, error: Exception) -> Declined | None:
         """Where a plan for many sizes turns out not to hold for those of the call, before anything
         has changed: leaves this call to the step's own function, and has others of the same sizes
-        captured by themselves. None for any other error.
+        captured by themselves. None for any other error, and where other ranks have heard of this
+        run.
         """
         is_code = isinstance(error, ExecutionError) and error.code == "differs_from_capture"
-        if self._sizes is None or not is_code:
+        if self._sizes is None or self._groups or not is_code:
             return None
         self._sizes.excluded.add(self._executor.sizes)
         return Declined(Misfit(str(error), way="own"))
