@@ -51,6 +51,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
+from roam.program.resized import replaced_in
 from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
@@ -69,6 +70,7 @@ from roam.state.references import (
     PlaceReference,
     number_references,
 )
+from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
 from roam.state.step_call import StepCall
 
@@ -255,6 +257,7 @@ class Known:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
         others.
         """
+        program = replaced_in(program, plain_number)
         return any(is_resized(known, program) for known in reversed(self.programs))
 
     def add(self, program: Program) -> None:
