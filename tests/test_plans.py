@@ -219,6 +219,41 @@ def test_threads_change_nothing(graph: roam.Graph) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
+OF_FIGURES = {
+    *("figure", "worse_than_program_order", "bound_above_peak", "total_bound", "bound_operator"),
+    *("status", "exact"),
+}
+
+
+@given(graphs(max_operators=14), st.data(), st.booleans())
+@settings(max_examples=100)
+def test_a_plan_of_the_largest_sizes_is_one_of_all_smaller(
+    graph: roam.Graph, data: st.DataObject, reuse: bool
+) -> None:
+    """Sizes that are equal at their largest follow from one symbol, and are any smaller ones."""
+    plan = roam.optimize(graph, reuse=reuse)
+    largest: dict[int, int] = {}
+    for tensor in graph.tensors:
+        counted = tensor.counted_bytes
+        largest[counted] = min(largest.get(counted, counted), tensor.size_bytes)
+    unit = 128  # of every alignment that is drawn
+    sizes = {one: unit * data.draw(st.integers(0, most // unit)) for one, most in largest.items()}
+    value = json.loads(graph.to_json())
+    for described, tensor in zip(value["tensors"], graph.tensors, strict=True):
+        described["size_bytes"] = sizes[tensor.counted_bytes]
+    smaller = roam.Graph.from_json(json.dumps(value).encode())
+    known = json.loads(roam.optimize(smaller, reuse=reuse).to_json())
+    ordered = json.loads(plan.to_json())
+    known |= {name: ordered[name] for name in ("order", "offsets", "reuse")}
+    known |= {"status": "feasible", "pool_bytes": ordered["pool_bytes"]}
+    try:
+        roam.verify(smaller, roam.Plan.from_json(json.dumps(known).encode()))
+    except roam.PlanError as error:
+        # Its order, offsets and reuse have been found valid, and all is in the pool. Figures come
+        # last: how near they are to the best for these sizes nobody claims.
+        assert error.code in OF_FIGURES, error  # noqa: PT017 - there may be no error
+
+
 def corrupted(plan: roam.Plan, change: Callable[[dict[str, Any]], object]) -> roam.Plan:
     value = json.loads(plan.to_json())
     change(value)

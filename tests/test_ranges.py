@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import roam
+from roam.capture.fake_kernels import cache, real_layouts
 from roam.program.resized import at
 from steps import assert_same_bits, tensors_and_numbers
 
@@ -286,6 +288,57 @@ def test_a_condition_on_a_size_splits_the_range(loss_of: Callable[..., Any]) -> 
     step = run_both(lengths(14, 12, 20, 13, 4, 5, 7, 15, 6), loss_of)
     assert len(step._captures) <= 4
     assert any(sizes is not None and sizes.symbols.conditions for sizes in sizes_of(step))
+
+
+def checked(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    torch._assert(ids.dim() == 2, f"a batch of texts is wanted, and not {ids.shape}")
+    return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+
+def kept_text(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    texts: list[str] = []
+    note(ids.dim() == 2, f"{ids.shape[1]}", texts)
+    return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) * len(texts[0])
+
+
+def note(_: bool, text: str, texts: list[str]) -> None:
+    texts.append(text)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not say where code is")
+def test_the_message_of_a_check_that_passes_needs_no_other_plan() -> None:
+    step = run_both(lengths(8, 11, 9, 12), checked)
+    assert len(step._captures) == 2
+
+
+def test_a_text_that_the_step_keeps_has_a_plan_for_each_size() -> None:
+    assert all(sizes is None for sizes in sizes_of(run_both(lengths(8, 11, 9, 12), kept_text)))
+
+
+def test_a_capture_for_many_sizes_is_one_trace() -> None:
+    net = Reader(positions=128)
+    step: Any = roam.compile(reading(net, torch.optim.SGD(net.parameters(), lr=0.1)), sizes=True)
+    step(ids_of(2, 8))
+    step(ids_of(2, 11))
+    assert sizes_of(step)[0] is not None
+    assert step.timings.capture.count == 1
+
+
+def test_kernels_are_not_run_on_larger_tensors_than_the_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    largest = []
+
+    def zeros(tensors: Any) -> Any:
+        largest.extend(max(tensor.shape, default=0) for tensor in tensors)
+        return made(tensors)
+
+    made = real_layouts._zeros
+    monkeypatch.setattr(real_layouts, "_zeros", zeros)
+    monkeypatch.setattr(cache, "_asked", {})
+    assert len(run_both(lengths(40, 61, 50))._captures) == 2
+    assert largest
+    assert max(largest) <= 2 * 61
 
 
 def test_a_size_that_python_needs_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.program.resized import at
+from roam.program.resized import replaced_in
 from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
@@ -70,6 +70,7 @@ from roam.state.references import (
     PlaceReference,
     number_references,
 )
+from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
 from roam.state.step_call import StepCall
 
@@ -256,6 +257,7 @@ class Known:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
         others.
         """
+        program = replaced_in(program, plain_number)
         return any(is_resized(known, program) for known in reversed(self.programs))
 
     def add(self, program: Program) -> None:
@@ -1024,7 +1026,7 @@ class _Tracer:
                 if (
                     only_first
                     or program.unsettled is not None
-                    or (len(programs) == 1 and self._has_agreed(programs[0]))
+                    or (len(programs) == 1 and self.known.has_agreed(programs[0]))
                 ):
                     return programs
                 if (
@@ -1053,10 +1055,6 @@ class _Tracer:
             raise refusal
         programs[0].unsettled = _Unlike(refusal)
         return programs[:1]
-
-    def _has_agreed(self, program: Program) -> bool:
-        sizes = None if self.sized is None else self.sized.symbols.points[0]
-        return self.known.has_agreed(program if sizes is None else at(program, sizes))
 
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.

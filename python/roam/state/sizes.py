@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any, Final, NoReturn, cast
 
+from roam.state.unread_texts import is_unread
+
 _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
     "eq": ("==", operator.eq), "ne": ("!=", operator.ne), "lt": ("<", operator.lt),
     "le": ("<=", operator.le), "gt": (">", operator.gt), "ge": (">=", operator.ge),
@@ -449,7 +451,7 @@ class Expression:
         return self.known() is True
 
     def str(self) -> Any:
-        return self.guard_int()
+        return repr(self.value) if is_unread() else self.guard_int()
 
     _graph_repr = str
 
@@ -809,6 +811,11 @@ def number(expression: Expression) -> Any:
         return expression.args[0]
     kind = SizedFloat if expression.kind == "f" else Size
     return kind(expression.value, expression)
+
+
+def plain_number(number: Size | SizedFloat) -> int | float:
+    """A number of a program without its expression."""
+    return float(number) if type(number) is SizedFloat else int(number)
 
 
 class Evaluator:

@@ -176,8 +176,7 @@ class SizedKernels:
             self._refuse(
                 f"{func} is given a size that changes, and how its result depends on it is not known"
             )
-        points = range(len(self.symbols.points))
-        found = [self._at(place, func, given, tensors) for place in points]
+        found = self._at_points(func, given, tensors)
         first = found[0]
         if any(
             one.container is not first.container or len(one.items) != len(first.items)
@@ -263,8 +262,29 @@ class SizedKernels:
             )
         return _plain(found)
 
-    def _at(self, place: int, func: Any, given: Any, tensors: list[Any]) -> cache.Results:
-        """What a kernel gives at one of the points."""
+    def _at_points(self, func: Any, given: Any, tensors: list[Any]) -> list[cache.Results]:
+        """What a kernel gives at each of the points. Where sizes are larger than those of the call,
+        the real kernel could take long and much memory, and is asked only if it lays out a result
+        in another way than the fake one at some other point.
+        """
+        points = self.symbols.points
+        call = points[0].values()
+        large = [any(map(operator.gt, point.values(), call)) for point in points]
+        found: dict[int, cache.Results] = {}
+        asks = False
+        for place in sorted(range(len(points)), key=large.__getitem__):
+            found[place], differs = self._at(
+                place, func, given, tensors, asks=asks or not large[place]
+            )
+            asks = asks or differs
+        return [found[place] for place in range(len(points))]
+
+    def _at(
+        self, place: int, func: Any, given: Any, tensors: list[Any], *, asks: bool
+    ) -> tuple[cache.Results, bool]:
+        """What a kernel gives at one of the points, and whether that is other than what the fake
+        kernel says.
+        """
         at_point = self._tensors_at(place, tensors)
         remaining = iter(at_point)
         args, kwargs = _concrete(given, place, remaining)
@@ -278,7 +298,7 @@ class SizedKernels:
             found = cache.described(result, at_point)
         if found is None:
             self._refuse(f"what {func} gives for other sizes is not known")
-        if at_point and not is_sure(func, at_point):
+        if asks and at_point and not is_sure(func, at_point):
             layouts = [
                 (tuple(one.shape), one.stride(), one.storage_offset(), one.dtype, one.device, one.untyped_storage().nbytes())
                 for one in at_point
@@ -290,8 +310,9 @@ class SizedKernels:
                 torch.get_default_dtype(),
             )
             real = self._kernels.real(key, (args, kwargs), at_point, found)
-            found = real or found
-        return found
+            if real is not None and real.items != found.items:
+                return real, True
+        return found, False
 
     def _tensors_at(self, place: int, tensors: list[Any]) -> list[Any]:
         """Tensors of the sizes at one of the points, which share memory as the arguments do."""
