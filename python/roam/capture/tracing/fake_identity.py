@@ -20,6 +20,7 @@ from roam.capture.tracing.deep_copies import deep_copier
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.value_stand_ins import class_stood_for, read
+from roam.state.wrappers import has_inner, inner, is_wrapper
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -27,7 +28,6 @@ from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
     dtensor_class,
-    is_dtensor,
 )
 
 _identity, _hash, _type = id, hash, type
@@ -220,14 +220,15 @@ def hooks_on(tensor: Any) -> list[int]:
 
 def own_attributes(fake: FakeTensor) -> dict[str, Any]:
     """The attributes that the user's code has set on a tensor."""
-    if not is_dtensor(fake) and "fake_mode" not in _OF_FAKES:
+    if _type(fake) is FakeTensor and "fake_mode" not in _OF_FAKES:
         _OF_FAKES.update(
             vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))
         )
+    names = [name for name, _ in inner(fake)] if is_wrapper(fake) else ()
     return {
         name: value
         for name, value in vars(fake).items()
-        if name not in _OF_FAKES and name != DYNAMIC_INDICES
+        if name not in _OF_FAKES and name not in names and name != DYNAMIC_INDICES
     }
 
 
@@ -237,8 +238,8 @@ def is_parameter(fake: Any) -> bool:
 
 
 def _is_stand_in(value: Any) -> bool:
-    """Whether a fake tensor, or a distributed one of fakes, stands for one."""
-    return _type(value) is FakeTensor or is_dtensor(value)
+    """Whether a fake tensor, or a distributed one or a wrapper of fakes, stands for one."""
+    return _type(value) is FakeTensor or has_inner((value,))
 
 
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
