@@ -113,7 +113,7 @@ class Form:
         return hash((self.kind, self.layout))
 
     def __repr__(self) -> str:
-        return f"{self.kind.__name__}({self.context!r})"
+        return f"{self.kind.__name__}({self.context!r}, {self.layout})"
 
     def joined(self, parts: Iterable[Any]) -> Any:
         """A wrapper of this form around plain tensors, which are given in the order of

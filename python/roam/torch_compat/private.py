@@ -1343,6 +1343,17 @@ def innermost_backend(callback: Any) -> Any:
     return callback
 
 
+def compile_options(wrapper: Any) -> tuple[Any, ...]:
+    """What a function of `torch.compile`'s was made with: the compiler, and the arguments that say
+    how Dynamo looks at the function.
+    """
+    context = wrapper.__closure__[wrapper.__code__.co_freevars.index("self")].cell_contents
+    names = ("fullgraph", "error_on_graph_break", "_dynamic", "_dynamic_shapes", "compiler_config",
+             "_isolate_recompiles_id")  # fmt: skip
+    options = [getattr(context, name, None) for name in names]
+    return type(context), innermost_backend(context.callback), options, context._hooks
+
+
 def is_graph_break(error: BaseException) -> bool:
     """Whether `torch.compile` has raised an error since it cannot compile a function whole, where
     its user has asked for that.
@@ -1533,6 +1544,7 @@ __all__ = [
     "called_overloads",
     "chunk_cat",
     "comm_hook_of",
+    "compile_options",
     "compiled_codes",
     "compiled_entries",
     "compiled_graph",

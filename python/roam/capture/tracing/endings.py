@@ -334,15 +334,9 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             "two of them; return a copy in one of the places",
             code="result",
         )
-    parts = with_made_opened(
-        result,
-        lambda value: id(value) in known,
-        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
-        recorder.late_lists,
-    )
     wrappers = set[int]()
 
-    def opened(value: Any) -> Any:
+    def apart(value: Any) -> Any:
         if not is_wrapper(value):
             return value
         if recorder.is_original(value) or id(value) in wrappers:
@@ -356,7 +350,13 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
         assert left is not None
         return Whole(left.layout, parts_of(value))
 
-    parts = pytree.tree_map(opened, parts, is_leaf=lambda value: type(value) is torch.Size)
+    parts = with_made_opened(
+        result,
+        lambda value: id(value) in known,
+        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
+        recorder.late_lists,
+        apart,
+    )
     made = recorder.program.result
     leaves, made.spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = made.leaves, made.histories
