@@ -98,6 +98,7 @@ from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space, child
 from roam.state.wrappers import inner, is_wrapper
 from roam.torch_compat.private import (
+    COMMON_TENSORS,
     HOOKS,
     OPERATORS,
     FakeTensor,
@@ -489,8 +490,9 @@ class _Walk:
         self._slot(Slot(space.label(key), value, space, key, kind))
         with self._in(None):
             attributes = value.__dict__
-            if is_wrapper(value):
+            if type(value) not in COMMON_TENSORS:
                 self._class_of_kind(type(value))
+            if is_wrapper(value):
                 names = sorted(attributes.keys() - dict(inner(value)).keys())
                 if self._is_new(attributes):
                     self._fill(AttributesSpace(attributes, names, space.label(key), label=child))

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from roam.capture.tracing.deep_copies import deep_copier
+from roam.capture.tracing.own_classes import is_own_class, seen
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.value_stand_ins import class_stood_for, read
@@ -75,6 +76,10 @@ class Identities:
     def add(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Notes what a fake stands for."""
         self._real[_identity(fake)] = real
+
+    def own_classes(self) -> set[type]:
+        """The classes of others among those of these tensors, which are plain to operators."""
+        return set(filter(is_own_class, map(_type, self._real.values())))
 
     def of(self, fake: Any) -> Any:
         """The tensor that a fake stands for, or None for one that the step made."""
@@ -187,7 +192,12 @@ class Identities:
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY
         ]
         replacements.append((FakeTensor, "__dict__", property(attributes)))
-        with self.classes_told(globals_of_users), replaced(replacements):
+        own = self.own_classes()
+        with (
+            self.classes_told(globals_of_users),
+            replaced(replacements),
+            seen(self.of, own, refuse),
+        ):
             yield
 
     @contextmanager

@@ -29,6 +29,7 @@ from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.growing_lists import GrowingLists
+from roam.capture.tracing.own_classes import is_own_class
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
@@ -847,7 +848,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
         _check_dtensor(tensor, path)
     elif is_wrapper(tensor):
         _check_wrapper(tensor, path)
-    elif type(tensor) not in _CLASSES:
+    elif type(tensor) not in _CLASSES and not is_own_class(type(tensor)):
         refuse(
             path,
             f"is a {type(tensor).__name__}; of tensor subclasses only those are captured that PyTorch "
