@@ -52,8 +52,9 @@ from roam.state.references import ArgumentReference
 from roam.state.sizes import OneLength
 from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
+from roam.state.wrappers import is_faked
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
+from roam.torch_compat.private import left_by_dynamo, local_of, version_of
 
 _MOST_SEEN = 256
 """How many runs of the user's function are remembered, each with what it saw."""
@@ -931,4 +932,4 @@ def _has_fakes(step: CapturedStep, call: StepCall) -> bool:
         if not isinstance(reference, ArgumentReference)
     ]
     given = call.taken(step.arguments.taker).leaves
-    return any(issubclass(type(local_of(value)), FakeTensor) for value in (*held, *given))
+    return any(map(is_faked, (*held, *given)))

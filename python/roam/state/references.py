@@ -249,6 +249,11 @@ class ArgumentPartReference(ArgumentReference):
     def find(self, leaves: Sequence[Any]) -> Any:
         return functools.reduce(_part, self.names, leaves[self.index])
 
+    def put(self, leaves: Sequence[Any], value: Any) -> None:
+        """Puts another tensor in its place."""
+        *outer, name = self.names
+        setattr(functools.reduce(_part, outer, leaves[self.index]), name, value)
+
 
 def root_of(reference: Any) -> Any:
     """The reference to the wrapper, however deep a reference leads into it."""

@@ -64,6 +64,7 @@ from roam.torch_compat.private import (
     layout_of,
     local_of,
     pytree,
+    storage_pointer,
     was_step_called,
 )
 
@@ -120,8 +121,12 @@ class Original:
 
 
 def _layout(tensor: Any) -> Any:
-    """The layout over devices of a distributed tensor, and the form of a wrapper."""
-    return Form.of(tensor).kept() if is_wrapper(tensor) else layout_of(tensor)
+    """The layout over devices of a distributed tensor. Of a wrapper its form, and the storage of
+    the wrapper itself, which is another one after `tensor.data = x`.
+    """
+    if not is_wrapper(tensor):
+        return layout_of(tensor)
+    return Form.of(tensor).kept(), storage_pointer(tensor.untyped_storage())
 
 
 def _own_gradient_dtype(tensor: FakeTensor) -> tuple[torch.dtype | None, ...]:
@@ -428,9 +433,9 @@ def _endings(
     for reference, tensor in before:
         for part in _parts(tensor):
             recorder.leaving(part, reference.path)
-    for _, _, parts in recorder.wholes.values():
-        for part_reference, part in parts:
-            if (other := part_reference.get()) is not part:
+    for whole, _, parts in recorder.wholes.values():
+        for (part_reference, part), other in zip(parts, parts_of(whole), strict=True):
+            if other is not part:
                 check_no_leaf(other, part_reference.path)
                 _rebind(recorder, part_reference, other)
     for path, reference in now.items():
@@ -581,10 +586,10 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
 def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list[Original]) -> None:
     """What the step leaves on tensors from before it, apart from their values."""
     for one in originals:
-        if is_wrapper(one.tensor) and Form.of(one.tensor) != one.layout:
+        if is_wrapper(one.tensor) and _layout(one.tensor) != one.layout:
             raise CaptureError(
                 f"the step makes {one.reference.path} another {type(one.tensor).__name__} in place, with other attributes "
-                "or inner tensors of other kinds; put another tensor in its place",
+                "or other data (x.data = ...); put another tensor in its place, or write into it, as in x.copy_(...)",
                 code="subclass",
             )  # fmt: skip
         if local_of(one.tensor) is not one.part or _layout(one.tensor) != one.layout:

@@ -285,11 +285,10 @@ class Slots:
         counter.
         """
         slot = self.slot_of(tensor)
-        if is_wrapper(tensor) or is_wrapper(data):
+        if is_wrapper(data):
             self.refuse(
-                f"the step gives a tensor other data (x.data = ...), and one of the two is a "
-                f"{type(tensor if is_wrapper(tensor) else data).__name__}, whose inner tensors PyTorch leaves as they "
-                "are; write into the tensor under torch.no_grad(), as in x.copy_(...)",
+                f"the step gives a tensor a {type(data).__name__} as its data (x.data = ...), which has none of its "
+                "own; write into the tensor under torch.no_grad(), as in x.copy_(...)",
                 code="subclass",
             )  # fmt: skip
         if slot is None or not isinstance(data, torch.Tensor):
