@@ -320,6 +320,8 @@ class Step:
                 return None
             found = capture
         captured, runner = found
+        if any(one.has_news for one in captured.runners) and not _has_ranks():
+            captured, runner = self._planned_again(captured, call, known)
         if pending := [setting for setting in captured.step.settings if setting.is_pending()]:
             apply(pending)  # as the user's function would now
             runner.failure(call, known)  # what has been set may be an input
@@ -830,6 +832,23 @@ class Step:
             f"the new plan does not fit the state that it was captured from: {misfit}",
             code="no_plan_fits",
         )
+
+    def _planned_again(
+        self, captured: Captured[Runner], call: StepCall, known: tuple[bool, ...]
+    ) -> tuple[Captured[Runner], Runner]:
+        """Plans a capture anew, since a first run has shown what kernels of others take for
+        themselves.
+        """
+        logger.info("%s is planned anew, with what registered operators allocate", self._name)
+        announce()
+        timings = self._timings = Timings()
+        with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
+            runners = self._planned(captured.step, timings, is_real=True)
+        seconds = captured.seconds + timings.total_s
+        self._captures.replace(captured, replace(captured, runners=runners, seconds=seconds))
+        found = self._captures.find(call, self._known.taker, known)
+        assert not isinstance(found, Misfit), "the same capture fits"
+        return found
 
     def _enlarged(
         self,

@@ -392,6 +392,11 @@ class Runner:
         return bool(self._answers)
 
     @property
+    def has_news(self) -> bool:
+        """Whether its first run has shown that kernels of others take more than the plan knows."""
+        return bool(self._executor.news)
+
+    @property
     def joins_processes(self) -> bool:
         """Whether its runs launch collectives."""
         return bool(self._groups)
