@@ -41,7 +41,7 @@ def _is_wrapper_class(kind: type) -> bool:
 
 def is_wrapper(value: object) -> bool:
     """Whether a value is a tensor with inner tensors that PyTorch's protocol takes apart."""
-    kind = type(value)
+    kind: Any = type(value)
     return kind not in COMMON_TENSORS and _is_wrapper_class(kind)
 
 

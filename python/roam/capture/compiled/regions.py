@@ -125,7 +125,8 @@ def _fixed(value: Any) -> Any:
     """A number that is live, but seldom changes, such as a weight decay, as the plain number for
     which torch.compile compiles; anything else as it is.
     """
-    known = node_of(value).trace.fixed_value(node_of(value).slot) if is_live(value) else None
+    node = node_of(value) if is_live(value) else None
+    known = None if node is None else node.trace.fixed_value(node.slot)
     return value if known is None else known
 
 

@@ -799,7 +799,7 @@ def _attribute_endings(
 
 
 def _leave_nest(
-    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind]
+    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind | Assemble]
 ) -> None:
     """Has runs put what `_nest` found into its place."""
     if not entries or entries[0].reference is not reference:
@@ -842,7 +842,7 @@ def _nest(
     shared: set[int],
     keys: tuple[Any, ...] = (),
     path: str = "",
-) -> tuple[Any, list[Rebind]]:
+) -> tuple[Any, list[Rebind | Assemble]]:
     """What the step has put in a place, without tensors and live numbers, and what puts these
     there; `MISSING` if a run could not put the like there: other objects, or containers that
     somebody else holds too.
@@ -868,7 +868,7 @@ def _nest(
     ):
         return MISSING, []
     shared.add(id(value))
-    found: list[Rebind] = []
+    found: list[Rebind | Assemble] = []
     parts: dict[Any, Any] = type(value)() if is_dictionary else {}
     for key, part in value.items() if is_dictionary else enumerate(value):
         if not is_plain(key):

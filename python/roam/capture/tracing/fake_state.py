@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -848,7 +848,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
         _check_dtensor(tensor, path)
     elif is_wrapper(tensor):
         _check_wrapper(tensor, path)
-    elif type(tensor) not in _CLASSES and not is_own_class(type(tensor)):
+    elif (kind := cast("Any", type(tensor))) not in _CLASSES and not is_own_class(kind):
         refuse(
             path,
             f"is a {type(tensor).__name__}; of tensor subclasses only those are captured that PyTorch "

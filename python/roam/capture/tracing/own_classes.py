@@ -27,7 +27,7 @@ _NO_METHODS = frozenset(dir(object)) | {"__torch_function__", "__dict__", "__wea
 
 
 @functools.cache
-def is_own_class(kind: type) -> bool:
+def is_own_class(kind: Any) -> bool:
     """Whether tensors of a class are parameters that differ from PyTorch's only by attributes and
     methods.
     """
