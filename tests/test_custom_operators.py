@@ -387,3 +387,69 @@ def test_a_custom_operator_leaves_the_pool_free_to_grow() -> None:
     for rows in (8, 64, 512):
         compiled(torch.randn(rows, 16))
         compiled.release()
+
+
+_widened: list[int] = []
+
+
+@torch.library.custom_op("tests::widened", mutates_args=())
+def _widen(codes: torch.Tensor, is_steady: bool) -> torch.Tensor:
+    _widened.append(0)
+    return codes.to(torch.float32) * (0.01 if is_steady else 0.01 * len(_widened))
+
+
+_widen.register_fake(lambda codes, is_steady: codes.new_empty(codes.shape, dtype=torch.float32))
+
+
+def _narrow(is_steady: bool) -> tuple[Any, Any, Any]:
+    """A step on frozen weights of whole numbers, which it makes wide for each product."""
+    torch.manual_seed(0)
+    codes = [torch.randint(-9, 9, (128, 128), dtype=torch.int8) for _ in range(6)]
+    shift = torch.nn.Parameter(torch.zeros(128))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h = x + shift
+        for one in codes:
+            h = torch.tanh(torch.nn.functional.linear(h, _widen(one, is_steady)))
+        loss = h.square().mean()
+        loss.backward()
+        with torch.no_grad():
+            shift.sub_(shift.grad)
+        shift.grad = None
+        return loss
+
+    return step, shift, torch.randn(4, 128)
+
+
+def test_a_pure_operator_of_others_runs_again_under_a_limit() -> None:
+    step, shift, x = _narrow(is_steady=True)
+    other, planned_shift, _ = _narrow(is_steady=True)
+    free = roam.compile(_narrow(is_steady=True)[0])
+    free(x)
+    inside = free.memory().total_bytes - free.memory().persistent_bytes
+    planned = roam.compile(other, memory=free.memory().persistent_bytes + inside // 2)
+    for _ in range(3):
+        assert torch.equal(step(x), planned(x))
+    assert torch.equal(shift, planned_shift)
+    assert planned.memory().extra_runs > 0
+
+
+def test_an_operator_of_others_that_makes_other_bits_is_found() -> None:
+    free = roam.compile(_narrow(is_steady=True)[0])
+    step, shift, x = _narrow(is_steady=False)
+    free(x)
+    inside = free.memory().total_bytes - free.memory().persistent_bytes
+    with pytest.raises(roam.ExecutionError, match="made other bits") as error:
+        roam.compile(step, memory=free.memory().persistent_bytes + inside // 2)(x)
+    assert error.value.code == "differs_from_capture"
+    assert not shift.any()
+
+
+def test_equal_operators_of_others_all_run() -> None:
+    codes = torch.ones(4, dtype=torch.int8)
+    planned = roam.compile(lambda: _widen(codes, False) + _widen(codes, False))
+    planned()
+    before = len(_widened)
+    expected = 0.01 * (before + 1) + codes.float() * (0.01 * (before + 2))
+    assert torch.allclose(planned(), expected)
+    assert len(_widened) == before + 2

@@ -224,13 +224,32 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_operators_of_others_and_numbers_are_kept() -> None:
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return doubled(x), x.sum().item()
+@library.custom_op("repeatable::drawn", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
 
-    assert kept(programs(step, torch.randn(4))) >= {
-        "repeatable.doubled.default", "aten._local_scalar_dense.default",
+
+drawn.register_fake(torch.empty_like)
+
+
+@library.custom_op("repeatable::noted", mutates_args=("seen",))
+def noted(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    seen.add_(1)
+    return x + 1
+
+
+noted.register_fake(lambda x, seen: torch.empty_like(x))
+
+
+def test_of_others_operators_pure_ones_alone_may_run_again_and_numbers_are_kept() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return doubled(x) + drawn(x) + noted(x, x.clone()), x.sum().item()
+
+    names = kept(programs(step, torch.randn(4)))
+    assert names >= {
+        "repeatable.drawn.default", "repeatable.noted.default", "aten._local_scalar_dense.default",
     }  # fmt: skip
+    assert "repeatable.doubled.default" not in names
 
 
 SHAPES = [(4, 8), (4, 8, 5), (4, 8, 7, 7), (2, 3, 4, 5, 6), (1, 8, 33, 35), (64, 130, 3, 3)]

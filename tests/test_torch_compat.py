@@ -670,6 +670,19 @@ def _compiled_code() -> bool:
     return is_right
 
 
+def _compile_options() -> bool:
+    def options(**given: Any) -> Any:
+        return private.compile_options(torch.compile(torch.sin, **given))
+
+    return bool(
+        options() == options()
+        and options() != options(fullgraph=True)
+        and options() != options(dynamic=False)
+        and options() != options(backend="eager")
+        and options() != options(mode="max-autotune-no-cudagraphs")
+    )
+
+
 def _is_seen_or_not() -> bool:
     importlib.import_module("torch._dynamo.eval_frame")
     found, seen = private.unseen_calls(), []
@@ -1049,6 +1062,20 @@ def _copies(start: Callable[..., Any], options: Any) -> Callable[[Any], bool]:
     return check
 
 
+def _takes_wrappers_apart() -> bool:
+    class Plain(torch.Tensor):
+        pass
+
+    class Wrapper(Plain):
+        def __tensor_flatten__(self) -> Any: ...
+
+        @staticmethod
+        def __tensor_unflatten__(*_: Any) -> Any: ...
+
+    kinds = (Plain, torch.Tensor, torch.nn.Parameter, private.FakeTensor)
+    return private.is_wrapper_subclass(Wrapper) and not any(map(private.is_wrapper_subclass, kinds))
+
+
 def _parts(group: Any) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -1060,6 +1087,7 @@ def _parts(group: Any) -> bool:
     again = private.joined(local, layout)
     return (
         private.is_dtensor(spread)
+        and private.is_dtensor_class(type(spread))
         and not private.is_dtensor(whole)
         and private.dtensor_class() is type(spread)
         and private.local_of(whole) is whole
@@ -1420,6 +1448,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
         callable(getattr(holder, name)) for holder, name in private.ASKS_FOR_FAKES
     ),
     "CALLS": _module_calls,
+    "COMMON_TENSORS": lambda: torch.Tensor in private.COMMON_TENSORS,
+    "is_wrapper_subclass": _takes_wrappers_apart,
     "C_NN": lambda: callable(private.C_NN.cross_entropy_loss),
     "ENGINE_CODE": _engine_runs,
     "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),
@@ -1451,6 +1481,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "c_function": _overloads,
     "c_pointer": _shares,
     "backward_compiler": _compiler_of_backward_graphs,
+    "compile_options": _compile_options,
     "compiled_entries": _compiled_code,
     "as_written": _frames,
     "keep_as_written": _frames,
@@ -1504,12 +1535,14 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "mask_buffer": _beside_operators_on_dtensors,
     "distributed_switches": _switches_of_dtensors,
     "is_pending": _in_group(_pending),
+    "is_pending_class": _in_group(_pending),
     "holds_mask": _in_group(_parts),
     "joined": _in_group(_parts),
     "layout_of": _in_group(_parts),
     "local_of": _in_group(_parts),
     "has_dtensors": _in_group(_parts),
     "is_dtensor": _in_group(_parts),
+    "is_dtensor_class": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
     "OPERATORS": _overloads,

@@ -494,3 +494,24 @@ def test_no_kernel_is_tried_on_tensors_without_elements(loss: Any) -> None:
     step = roam.compile(lambda: loss(x).backward())
     with pytest.raises((IndexError, roam.ExecutionError)):
         step()
+
+
+def test_what_a_registered_kernel_takes_is_learned_in_the_first_run() -> None:
+    taken = 1 << 18
+
+    @torch.library.custom_op("tests::scratch_between", mutates_args=())
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(taken, dtype=torch.uint8)[0]
+
+    between.register_fake(torch.empty_like)
+    step = roam.compile(lambda x: between(x * 2) * 3)
+    step(torch.ones(8))
+    assert step.memory().total_bytes < taken  # nobody could know it
+    assert torch.equal(step(torch.ones(8)), torch.full((8,), 9.0))
+    step.measured(torch.ones(8))
+    memory = step.memory()
+    assert memory.kernel_bytes >= taken
+    assert memory.measured_bytes <= memory.total_bytes <= 1.01 * memory.measured_bytes
+    captures = len(step.plans)
+    step(torch.ones(8))
+    assert len(step.plans) == captures == 1

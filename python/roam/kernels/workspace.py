@@ -26,7 +26,7 @@ from roam.kernels.samples import set_values, wants_values
 from roam.kernels.table import layout
 from roam.program.bits import with_bits
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
-from roam.program.operators import ATTENTION, is_region, on_list
+from roam.program.operators import ATTENTION, is_foreign, is_region, on_list
 from roam.program.releases import Release, released
 from roam.torch_compat.private import (
     OpOverload,
@@ -125,7 +125,15 @@ def workspaces(
         if ((at := placed[index]) is None or at.by_rows or _allocates(program, call, at, device))
         and _is_tried(program, index, device)
     }
+    # What others' kernels do nobody knows, so only the step itself runs them: see `learning`.
+    others: dict[int, object] = {
+        index: signature_of(program, call)
+        for index, call in enumerate(program.calls)
+        if is_foreign(call.target)
+    }
     with _one_at_a_time:
+        if device.type == "cpu":
+            _learned.update(recall(_KIND, set(others.values()) - _learned.keys(), device))
         unknown = {
             signature: index for index, signature in signatures.items() if signature not in _learned
         }
@@ -150,8 +158,43 @@ def workspaces(
             return None
         if is_kept:
             retain(_KIND, learned, device)
-    found = {index: _learned.get(signature, 0) for index, signature in signatures.items()}
+    found = {
+        index: _learned.get(signature, 0) for index, signature in (signatures | others).items()
+    }
     return {index: size for index, size in found.items() if size > 0}
+
+
+@contextmanager
+def learning(program: Program, call: Call, news: list[Call]) -> Iterator[None]:
+    """Around a call of a step, on real tensors: learns what a kernel of others takes for itself, if
+    that is not known.
+
+    Args:
+        program: the call's.
+        news: gets the call if its kernel takes something.
+    """
+    signature = signature_of(program, call) if is_foreign(call.target) else None
+    metas = [program.slots[slot] for slot in call.refs()]
+    is_on_cpu = all(meta is None or meta.device.type == "cpu" for meta in metas)
+    if signature is None or signature in _learned or not is_on_cpu:
+        yield
+        return
+    try:
+        start_allocator_events()
+    except (AttributeError, TypeError, RuntimeError):  # such as under the user's own profiler
+        yield
+        return
+    try:
+        yield
+    finally:
+        peak, live = _peak_and_live(stop_allocator_events())
+    # What it has made, and what it keeps for later calls, is alive now.
+    taken = max(peak - max(live, 0), 0)
+    with _one_at_a_time:
+        _learned[signature] = taken if taken >= _LEAST_BYTES else 0
+        retain(_KIND, {signature: _learned[signature]}, torch.device("cpu"))
+    if _learned[signature]:
+        news.append(call)
 
 
 def releases(
@@ -592,13 +635,18 @@ def _most_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int, int]:
         result_bytes = _storage_bytes(run())
     finally:
         events = stop_allocator_events()
+    return *_peak_and_live(events), result_bytes
+
+
+def _peak_and_live(events: Any) -> tuple[int, int]:
+    """The most that was allocated at once, and what is left."""
     live = peak = 0
     for event in itertools.chain.from_iterable(
         events
     ):  # those that are not of the allocator have no bytes
         live += event.cpu_memory_usage()
         peak = max(peak, live)
-    return peak, live, result_bytes
+    return peak, live
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:

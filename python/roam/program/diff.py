@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from roam.program.bits import differ
-from roam.program.effects import Rebind, rebound
+from roam.program.effects import Assemble, Rebind, rebound
 from roam.program.ir import Call, ComputedGuard, Joined, Program, Ref, substitute
 from roam.state.equality import same
 from roam.state.messages import BLANK
 from roam.state.nests import alike
 from roam.state.references import ArgumentReference
+from roam.state.wrappers import Form
 from roam.torch_compat.private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -476,10 +477,11 @@ def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
 
 
 def _layouts(program: Program) -> tuple[Any, Any]:
-    """Layouts over devices, of what is there before and of what is left."""
+    """Layouts over devices, and forms of wrappers, of what is there before and of what is left."""
     left: list[tuple[str | int, Joined]] = [
         *program.result.joined.items(),
         *((one.reference.path, one.joined) for one in program.of(Rebind) if one.joined is not None),
+        *((one.reference.path, one.joined) for one in program.of(Assemble)),
     ]
     return program.given_layouts, {
         place: (one.layout, None if one.reference is None else one.reference.path)
@@ -499,7 +501,7 @@ def _layouts_are_resized(known: Program, program: Program) -> bool:
 def _over_mesh(layout: Any) -> Any:
     if isinstance(layout, tuple):
         return _over_mesh(layout[0]), layout[1]
-    return layout.mesh, layout.placements
+    return layout if isinstance(layout, Form) else (layout.mesh, layout.placements)
 
 
 def _blocks(program: Program) -> list[tuple[int, int]]:

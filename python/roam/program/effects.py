@@ -30,7 +30,8 @@ class Ending:
     Attributes:
         leaves: the call's flattened arguments.
         with_history: gives a value of the run the history that autograd sees.
-        joined: gives the distributed tensor of which a value is this process's part.
+        joined: gives the distributed tensor of which a value is this process's part, or the wrapper
+            of which values are the inner tensors.
         skipped: identities of the optimizers of which every step was left out.
     """
 
@@ -208,6 +209,31 @@ class Rebind(Effect):
         _set(reference, given, ending)
         if lacking:  # it was added to what has been freed
             note_freed(reference.parameter.get())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assemble(Effect):
+    """A place that holds another wrapper after the step than before, made of inner tensors."""
+
+    what = "wrappers left behind"
+    stage = 3
+    reference: Any
+    slots: tuple[int, ...]
+    joined: Joined
+
+    def key(self) -> Any:
+        return self.reference.path, len(self.slots)
+
+    @property
+    def given(self) -> Any:
+        return tuple(map(Ref, self.slots))
+
+    def giving(self, given: Any) -> Assemble:
+        return replace(self, slots=tuple(ref.slot for ref in given))
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        if id(getattr(self.reference, "optimizer", None)) not in ending.skipped:
+            _set(self.reference, ending.joined(given, self.joined), ending)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.state.nests import leaves_of
+from roam.state.wrappers import Form
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload, schema_of
 
 if TYPE_CHECKING:
@@ -326,11 +327,11 @@ def _number(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A distributed tensor that a step leaves. It is the same object in all places where the step
-    leaves the same tensor.
+    """A distributed tensor, or a wrapper, that a step leaves. It is the same object in all places
+    where the step leaves the same tensor.
 
     Attributes:
-        layout: its layout over devices.
+        layout: its layout over devices, or its `Form`.
         reference: where it comes from, if it is from before the step.
     """
 
@@ -390,7 +391,9 @@ class Program:
     """What the step leaves beside its result."""
     given_layouts: dict[str, Any] = field(default_factory=dict)
     """By the path of a reference, the layouts over devices of the distributed tensors of which the
-    program has this process's parts."""
+    program has this process's parts, and the forms of the wrappers whose inner tensors it has."""
+    wholes: list[tuple[Any, Form]] = field(default_factory=list)
+    """(reference, form) of each of these wrappers."""
     absent: list[Any] = field(default_factory=list)
     """References that must hold nothing before the step, since this program makes what they hold.
     Another variant of the step is for calls that find something there.

@@ -17,7 +17,7 @@ from roam._core import Graph, GraphBuilder
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
 from roam.program.early_checks import needed_by
-from roam.program.effects import rebound
+from roam.program.effects import Assemble, rebound
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
@@ -896,6 +896,9 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
     for reference, slot in rebound(program):
         if program.slots[slot] is not None:
             kinds[program.storage_of(slot)] = reference.kind
+    for one in program.of(Assemble):
+        for slot in one.slots:
+            kinds[program.storage_of(slot)] = one.reference.kind
     referenced = {
         slot: reference.kind
         for reference, slot in program.referenced

@@ -4,7 +4,9 @@ change nothing but what they make, or what the step has made and is made again w
 Schemas and tags say what a kernel does; what they do not say is listed here. That the bits are
 equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice. Random
 calls may run again where the state of their generator has been read (`random_states.py`). Of
-collectives, all-gathers may run again: they only move what every rank still has.
+collectives, all-gathers may run again: they only move what every rank still has. Kernels of others
+may run again on the CPU unless tags say otherwise, if they make all that they change: the first run
+of a plan compares the bits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.ir import Call, Program, Ref, TensorMeta
-from roam.program.operators import is_ours, is_region
+from roam.program.operators import is_foreign, is_ours, is_region
 from roam.program.replay import Replay
 from roam.program.tier import Load
 from roam.torch_compat.private import OpOverload, schema_of
@@ -162,7 +164,9 @@ def _repeat(
     if isinstance(call.target, Load):
         tensor, stored = call.args
         return Repeat(replace(call, args=(None, stored)), (program.storage_of(tensor.slot),))
-    if call.skip_if is not None or call.is_check or not is_ours(call.target):
+    if call.skip_if is not None or call.is_check:
+        return None
+    if not is_ours(call.target) and (not is_foreign(call.target) or call.mutates):
         return None
     if any(slot is not None and program.slots[slot] is None for slot in call.outputs):
         return None  # numbers stay available
@@ -234,7 +238,10 @@ def _facts(target: OpOverload) -> _Facts:
     ]
     return _Facts(
         is_exact=not is_named,
-        is_exact_on_cuda=name not in _NEVER_ON_CUDA and not is_sum and not is_region(target),
+        is_exact_on_cuda=name not in _NEVER_ON_CUDA
+        and not is_sum
+        and is_ours(target)
+        and not is_region(target),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         dropout=places[0] if places else None,
     )

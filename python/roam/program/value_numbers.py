@@ -16,6 +16,7 @@ from itertools import count
 import torch
 
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
+from roam.program.operators import is_foreign
 from roam.program.passes import with_calls
 from roam.program.random_states import EXACT
 from roam.program.repeatable import Repeat, repeats
@@ -67,7 +68,11 @@ class _Values:
     ) -> None:
         self._program = program
         self._made, self._wanted = made, wanted
-        self._repeats: list[Repeat | None] = repeats(program)
+        # A kernel of others is trusted to make the same bits again only where a run compares them.
+        self._repeats: list[Repeat | None] = [
+            None if is_foreign(call.target) else repeat
+            for call, repeat in zip(program.calls, repeats(program), strict=True)
+        ]
         self._fresh = count().__next__
         self._numbers: dict[Hashable, int] = {}
         self._value = [self._fresh() for _ in program.storages]

@@ -31,8 +31,9 @@ from roam.state.nests import flattened
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
 from roam.state.reach import Reach
 from roam.state.snapshot import Snapshot, random_sources
+from roam.state.wrappers import Form, is_faked, is_wrapper, parts_of
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, c_pointer, local_of, pytree
+from roam.torch_compat.private import c_pointer, local_of, pytree
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
 
@@ -213,7 +214,7 @@ class _Trial:
             refuse_shapeless(reach)  # there is nothing of them that could be kept
         except CaptureError as error:
             return self._ended("refused", error=error)
-        if any(isinstance(local_of(slot.tensor), FakeTensor) for slot in reach.slots):
+        if any(is_faked(slot.tensor) for slot in reach.slots):
             raise ExecutionError(
                 "the step's tensors have no values, because they were made in roam.fake; build "
                 "model and batch outside of it",
@@ -411,7 +412,7 @@ class _Kept:
             tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None
         ]
         # A step may give a tensor another storage, as an assignment to `.data` does.
-        parts = map(local_of, (*tensors.values(), *gradients))
+        parts = [part for one in (*tensors.values(), *gradients) for part in parts_of(one)]
         self._tensors = [(tensor, tensor.detach()) for tensor in parts]
         storages = {c_pointer(alias.untyped_storage()): _bytes(alias) for _, alias in self._tensors}
         self._values = [(flat, flat.clone()) for flat in storages.values()]
@@ -475,6 +476,9 @@ _Values = dict[str, _Value]
 
 
 def _value(kind: str, value: Any) -> _Value:
+    if is_wrapper(value):
+        mark = (repr(Form.of(value)), *map(digest, parts_of(value)))
+        return _Value(kind, mark, f"{type(value).__name__} {tuple(value.shape)}", None)
     value = local_of(value)
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")

@@ -52,8 +52,9 @@ from roam.state.references import ArgumentReference
 from roam.state.sizes import OneLength
 from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
+from roam.state.wrappers import is_faked
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, left_by_dynamo, local_of, version_of
+from roam.torch_compat.private import left_by_dynamo, local_of, version_of
 
 _MOST_SEEN = 256
 """How many runs of the user's function are remembered, each with what it saw."""
@@ -319,6 +320,8 @@ class Step:
                 return None
             found = capture
         captured, runner = found
+        if any(one.has_news for one in captured.runners) and not _has_ranks():
+            captured, runner = self._planned_again(captured, call, known)
         if pending := [setting for setting in captured.step.settings if setting.is_pending()]:
             apply(pending)  # as the user's function would now
             runner.failure(call, known)  # what has been set may be an input
@@ -832,6 +835,23 @@ class Step:
             code="no_plan_fits",
         )
 
+    def _planned_again(
+        self, captured: Captured[Runner], call: StepCall, known: tuple[bool, ...]
+    ) -> tuple[Captured[Runner], Runner]:
+        """Plans a capture anew, since a first run has shown what kernels of others take for
+        themselves.
+        """
+        logger.info("%s is planned anew, with what registered operators allocate", self._name)
+        announce()
+        timings = self._timings = Timings()
+        with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
+            runners = self._planned(captured.step, timings, is_real=True)
+        seconds = captured.seconds + timings.total_s
+        self._captures.replace(captured, replace(captured, runners=runners, seconds=seconds))
+        found = self._captures.find(call, self._known.taker, known)
+        assert not isinstance(found, Misfit), "the same capture fits"
+        return found
+
     def _enlarged(
         self,
         captured: Captured[Runner],
@@ -933,4 +953,4 @@ def _has_fakes(step: CapturedStep, call: StepCall) -> bool:
         if not isinstance(reference, ArgumentReference)
     ]
     given = call.taken(step.arguments.taker).leaves
-    return any(issubclass(type(local_of(value)), FakeTensor) for value in (*held, *given))
+    return any(map(is_faked, (*held, *given)))

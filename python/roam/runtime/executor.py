@@ -18,6 +18,7 @@ from roam._core import Plan
 from roam.distributed.collectives import is_collective
 from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
+from roam.kernels.workspace import learning
 from roam.program import resized
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
@@ -107,6 +108,8 @@ class Executor:
         self._lengths: Lengths | None = None
         self.sizes: tuple[int, ...] = ()
         """Of the next run: the values of `symbols`."""
+        self.news: list[Call] = []
+        """Calls of others' kernels that take memory of their own, as the first run has shown."""
         self._ran: GeneratedSource | Generated | None = None
         """What the last run executed."""
         self._graph = None
@@ -304,7 +307,8 @@ class Executor:
         }
         if way == "view" and call.target is torch.ops.aten.as_strided.default:
             return  # its offset counts from the start of a storage, which here is the pool's
-        call.run(values)
+        with learning(self.program, call, self.news):
+            call.run(values)
         check.after(index, call, values, held)
         for slot, place in held.items():
             if way == "copy_in":

@@ -12,9 +12,11 @@ from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
 from roam.kernels.table import is_proven
 from roam.program.bits import differ
+from roam.program.expand import AGAIN
 from roam.program.ir import Call, Program, TensorMeta
 from roam.program.operators import is_foreign, is_region
 from roam.program.replay import Replay
+from roam.runtime.divergence import digest
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
 
@@ -25,7 +27,11 @@ def extra_bytes(program: Program, placed: Sequence[Placed | None], device: torch
     """
     is_compared = not is_proven(device.type)
     slots = (
-        call.refs() if _is_distrusted(call) else call.outputs if is_compared and at else ()
+        (*call.refs(), *(call.outputs if _made_again(program, call) else ()))
+        if _is_distrusted(call)
+        else call.outputs
+        if is_compared and at
+        else ()
         for call, at in zip(program.calls, placed, strict=True)
     )
     copied = (
@@ -68,6 +74,9 @@ class Check:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._generator: bytes | None = None
+        self._marks: dict[tuple[str, int], bytes] = {}
+        """Of what kernels of others make and that is made again, by the names of its memory and
+        its place among the results."""
 
     def note(self, slot: int, value: Any) -> None:
         """Notes the storage of a value that is not checked itself."""
@@ -118,6 +127,9 @@ class Check:
         `bound`.
         """
         self.unchanged(call)
+        self._contents = []
+        if _made_again(self._program, call):
+            self._compare(call, values)
         made = {meta.storage for slot in bound if (meta := self._program.slots[slot]) is not None}
         made = {storage for storage in made if self._program.storages[storage].creator == index}
         for slot in call.outputs:
@@ -155,6 +167,20 @@ class Check:
                 self.differs(call, "its result is a view, and had memory of its own at capture")
             self._storages[meta.storage] = c_pointer(storage)
 
+    def _compare(self, call: Call, values: dict[int, Any]) -> None:
+        """Compares what a kernel of others makes, in each of its runs, with what it made first."""
+        for slot in call.outputs:
+            if slot is None or self._program.storage_of(slot) < 0:
+                continue
+            name = self._program.storages[self._program.storage_of(slot)].name.removesuffix(AGAIN)
+            mark = digest(values[slot])
+            if self._marks.setdefault((name, call.outputs.index(slot)), mark) != mark:
+                raise ExecutionError(
+                    f"{call.name} at {call.source} made other bits when it ran again, as the plan has it do to keep to memory=; "
+                    "register it with the tag torch.Tag.nondeterministic_seeded, so that its results are kept",
+                    code="differs_from_capture", operator=call.name, source=str(call.source),
+                )  # fmt: skip
+
     def differs(self, call: Call, what: str) -> NoReturn:
         """Refuses to go on."""
         remedy = (
@@ -173,6 +199,16 @@ def _is_distrusted(call: Call) -> bool:
     version counters.
     """
     return is_foreign(call.target) or is_region(call.target)
+
+
+def _made_again(program: Program, call: Call) -> bool:
+    """Whether a call of a kernel of others is, or has, a further run."""
+    if not is_foreign(call.target):
+        return False
+    names = {storage.name for storage in program.storages if storage.name.endswith(AGAIN)}
+    held = [slot for slot in call.outputs if slot is not None and program.storage_of(slot) >= 0]
+    made = {program.storages[program.storage_of(slot)].name for slot in held}
+    return any(name.removesuffix(AGAIN) + AGAIN in names for name in made)
 
 
 def _generator_state() -> bytes:

@@ -59,10 +59,12 @@ from roam.state.references import (
     OptimizerReference,
     RateReference,
     ScalerReference,
+    root_of,
 )
 from roam.state.state_guard import Kind, StateGuard
 from roam.state.state_lookup import getter
 from roam.state.step_call import StepCall
+from roam.state.wrappers import Form
 from roam.torch_compat.private import (
     DisableTorchFunction,
     expects_backward,
@@ -200,7 +202,9 @@ class Runner:
         expected = [
             (reference, _kind(program.slots[slot], program.given_layouts.get(reference.path)))
             for reference, slot in program.referenced
-            if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
+            if isinstance(
+                root_of(reference), (OptimizerReference, ScalerReference, GradientReference)
+            )
             and program.slots[slot] is not None
         ]
         gradients = [one for one in program.absent if isinstance(one, GradientReference)]
@@ -209,7 +213,12 @@ class Runner:
         self._bare = [getter(one.parameter) for one in gradients]
         places = {id(reference): place for place, reference in enumerate(self._references)}
         self._guarded = [places[id(reference)] for reference, _ in expected]
-        state = StateGuard(expected, program.state_keys)
+        wholes = [
+            (reference, form)
+            for reference, form in program.wholes
+            if isinstance(reference, (OptimizerReference, ScalerReference))
+        ]
+        state = StateGuard(expected, program.state_keys, wholes)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
         self._changed_paths = changed_paths(program.result.leaves, program.result.spec)
@@ -383,6 +392,11 @@ class Runner:
         return bool(self._answers)
 
     @property
+    def has_news(self) -> bool:
+        """Whether its first run has shown that kernels of others take more than the plan knows."""
+        return bool(self._executor.news)
+
+    @property
     def joins_processes(self) -> bool:
         """Whether its runs launch collectives."""
         return bool(self._groups)
@@ -486,16 +500,18 @@ class Runner:
         return {optimizer for _, optimizer in self._skips} - stepped
 
     def _joins(self, leaves: list[Any]) -> Callable[[Any, Joined], Any]:
-        """Gives the distributed tensors that one run leaves, each once."""
+        """Gives the distributed tensors and wrappers that one run leaves, each once."""
         made: dict[int, Any] = {}
 
         def whole(value: Any, layout: Joined) -> Any:
             if id(layout) not in made:
-                made[id(layout)] = (
-                    joined(value, layout.layout)
-                    if layout.reference is None
-                    else held(layout.reference, leaves)
-                )
+                form = layout.layout
+                if layout.reference is not None:
+                    made[id(layout)] = held(layout.reference, leaves)
+                else:
+                    made[id(layout)] = (
+                        form.joined(value) if isinstance(form, Form) else joined(value, form)
+                    )
             return made[id(layout)]
 
         return whole

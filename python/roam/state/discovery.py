@@ -96,7 +96,9 @@ from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space, child
+from roam.state.wrappers import inner, is_wrapper
 from roam.torch_compat.private import (
+    COMMON_TENSORS,
     HOOKS,
     OPERATORS,
     FakeTensor,
@@ -487,12 +489,17 @@ class _Walk:
         """Record a tensor, and the attributes and hooks that were put on it."""
         self._slot(Slot(space.label(key), value, space, key, kind))
         with self._in(None):
-            if (
-                value.__dict__
-                and not issubclass(type(value), FakeTensor)
-                and self._is_new(value.__dict__)
+            attributes = value.__dict__
+            if type(value) not in COMMON_TENSORS:
+                self._class_of_kind(type(value))
+            if is_wrapper(value):
+                names = sorted(attributes.keys() - dict(inner(value)).keys())
+                if self._is_new(attributes):
+                    self._fill(AttributesSpace(attributes, names, space.label(key), label=child))
+            elif (
+                attributes and not issubclass(type(value), FakeTensor) and self._is_new(attributes)
             ):
-                self._fill(MappingSpace(value.__dict__, space.label(key), label=child))
+                self._fill(MappingSpace(attributes, space.label(key), label=child))
             self._hooks(value, space.label(key))
 
     def _hooks(self, tensor: torch.Tensor, path: str) -> None:

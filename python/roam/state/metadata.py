@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import Misfit, changed, same, show
+from roam.state.wrappers import guarded_form, has_inner, is_wrapper
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
     disable_current_modes,
     gradient_hooks_of,
-    has_dtensors,
     hooks_of,
     is_dtensor,
     is_view,
@@ -115,8 +115,10 @@ def is_cut_off(tensor: torch.Tensor) -> bool:
 
 def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Of a distributed tensor how it lies on its mesh, and how this process's part lies in memory;
-    None for any other.
+    of a wrapper its form, and the metadata of its inner tensors; None for any other.
     """
+    if is_wrapper(tensor):
+        return guarded_form(tensor, metadata_of)
     if not is_dtensor(tensor):
         return None
     local = local_of(tensor)
@@ -132,7 +134,7 @@ def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _NAMES: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype", "conjugate or negative bit", "inference mode", "way to its gradient", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "grad_dtype", "conjugate or negative bit", "inference mode", "way to its gradient", "attributes", "gradient hooks", "gradient hooks", "layout over devices, or form of the inner tensors,"
 )  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def storages_of(tensors: list[Any]) -> list[int]:
     """`storage_of` of many."""
     try:
-        if not has_dtensors(tensors):
+        if not has_inner(tensors):
             return list(map(c_pointer, map(torch.Tensor.untyped_storage, tensors)))
     except (NotImplementedError, RuntimeError):
         pass  # one has no storage of its own
@@ -166,7 +168,7 @@ def storages_of(tensors: list[Any]) -> list[int]:
 
 class LayoutCheck:
     """Decides the usual case, in which tensors are as those that passed a longer comparison last:
-    see `layout_check`. Distributed tensors never pass.
+    see `layout_check`. Distributed tensors and wrappers never pass.
     """
 
     __slots__ = ("_check", "_left")
@@ -182,7 +184,7 @@ class LayoutCheck:
 
     def learn(self, tensors: list[Any]) -> None:
         """From now on, tensors like these pass; what is not known to pass is compared at length."""
-        check = None if not self._left or has_dtensors(tensors) else layout_check(tensors)
+        check = None if not self._left or has_inner(tensors) else layout_check(tensors)
         if check is not None:
             self._check = check
             self._left -= 1
@@ -261,7 +263,7 @@ def _others(tensors: list[Any]) -> list[Any]:
     views = [place for place, found in enumerate(map(is_view, tensors)) if found]
     return [
         kinds,
-        list(map(layout_over_devices, tensors)) if has_dtensors(tensors) else [],
+        list(map(layout_over_devices, tensors)) if has_inner(tensors) else [],
         [place for place in views if is_cut_off(tensors[place])],
         *[list(map(method, tensors)) for method in _METHODS],
         *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],

@@ -292,6 +292,7 @@ def with_made_opened(
     is_known: Callable[[Any], bool],
     is_leaf: Callable[[Any], bool],
     others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
+    apart: Callable[[Any], Any] = lambda tensor: tensor,
 ) -> Any:
     """A tree with the objects that a step has made taken apart, so that its leaves are what these
     hold. An object stays as it is if another one with the same attributes could not stand for it.
@@ -304,8 +305,9 @@ def with_made_opened(
             may.)
         others: by identity, containers from before the step that may be in an object, each with
             what stands for it.
+        apart: gives what stands for a tensor.
     """
-    opening = _Opening(is_known, is_leaf, others)
+    opening = _Opening(is_known, is_leaf, others, apart)
     return pytree.tree_map(opening.leaf, tree, is_leaf=lambda value: type(value) is torch.Size)
 
 
@@ -314,16 +316,21 @@ class _Opening:  # no inner functions, which would be a cycle
     is_known: Callable[[Any], bool]
     is_leaf: Callable[[Any], bool]
     others: Mapping[int, tuple[Any, Any]]
+    apart: Callable[[Any], Any]
     _met: set[int] = field(default_factory=set)
 
     def leaf(self, value: Any) -> Any:
+        if issubclass(type(value), torch.Tensor):
+            return self.apart(value)
         try:
             return self._part(value) if is_bare(value) else value
         except _Refused:
             return value
 
     def _part(self, value: Any) -> Any:
-        if issubclass(type(value), (torch.Tensor, type)) or is_plain(value) or self.is_leaf(value):
+        if issubclass(type(value), torch.Tensor):
+            return self.apart(value)
+        if issubclass(type(value), type) or is_plain(value) or self.is_leaf(value):
             return value
         if id(value) in self.others:
             return self.others[id(value)][1]

@@ -8,6 +8,7 @@ these places holds a fake tensor instead of the real one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from roam.state.nests import as_tuple
 from roam.state.optimizer_spaces import is_live_number
 from roam.state.reach import Reach
 from roam.state.spaces import Space
+from roam.state.wrappers import inner, is_wrapper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +224,61 @@ class RateReference:
         group[self.key] = group.pop(self.key)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartReference:
+    """An inner tensor of the wrapper that another reference leads to."""
+
+    whole: Any
+    name: str
+    path: str
+    kind: str
+
+    def get(self) -> Any:
+        return getattr(self.whole.get(), self.name, MISSING)
+
+    def set(self, value: Any) -> None:
+        setattr(self.whole.get(), self.name, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArgumentPartReference(ArgumentReference):
+    """An inner tensor of a wrapper among the call's arguments."""
+
+    names: tuple[str, ...] = ()
+
+    def find(self, leaves: Sequence[Any]) -> Any:
+        return functools.reduce(_part, self.names, leaves[self.index])
+
+    def put(self, leaves: Sequence[Any], value: Any) -> None:
+        """Puts another tensor in its place."""
+        *outer, name = self.names
+        setattr(functools.reduce(_part, outer, leaves[self.index]), name, value)
+
+
+def root_of(reference: Any) -> Any:
+    """The reference to the wrapper, however deep a reference leads into it."""
+    return root_of(reference.whole) if isinstance(reference, PartReference) else reference
+
+
+def _part(wrapper: Any, name: str) -> Any:
+    return getattr(wrapper, name, MISSING)
+
+
+def part_references(reference: Any, wrapper: Any) -> Iterator[Any]:
+    """References to the plain tensors of which a wrapper is made, in the order of `parts_of`."""
+    for name, part in inner(wrapper):
+        path = f"{reference.path}.{name}"
+        if isinstance(reference, ArgumentReference):
+            names = (*getattr(reference, "names", ()), name)
+            one: Any = ArgumentPartReference(reference.index, path, reference.kind, names)
+        else:
+            one = PartReference(reference, name, path, reference.kind)
+        if is_wrapper(part):
+            yield from part_references(one, part)
+        else:
+            yield one
+
+
 def rate_references(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateReference]:
     """The live numbers of an optimizer's groups."""
     for number, group in enumerate(optimizer.param_groups):
@@ -256,7 +313,9 @@ def number_references(reach: Reach, paths: Collection[str]) -> Iterator[PlaceRef
     )
 
 
-StateReference = PlaceReference | OptimizerReference | ScalerReference | GradientReference
+StateReference = (
+    PlaceReference | OptimizerReference | ScalerReference | GradientReference | PartReference
+)
 """Where a tensor lives between calls."""
 
 

@@ -18,19 +18,21 @@ from roam.state.metadata import LayoutCheck
 from roam.state.references import (
     GradientReference,
     OptimizerReference,
+    PartReference,
     PlaceReference,
     ScalerReference,
     StateKeys,
     filled_entries,
     is_filled,
 )
+from roam.state.wrappers import Form, is_wrapper
 from roam.torch_compat.private import layout_of, local_of
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
 """(shape, dtype, device, strides, layout over devices). For a distributed tensor the first four are
 those of this process's part; for any other tensor the layout is None.
 """
-_Reference = OptimizerReference | ScalerReference | GradientReference
+_Reference = OptimizerReference | ScalerReference | GradientReference | PartReference
 _seen: Final = operator.attrgetter("shape", "dtype", "device")
 
 
@@ -41,14 +43,17 @@ class StateGuard:
     Args:
         expected: each reference of such a tensor, with the tensor's kind.
         state_keys: the keys of each optimizer's state.
+        wholes: each reference of a wrapper in this state, with its form.
     """
 
     def __init__(
         self,
         expected: Iterable[tuple[_Reference, Kind]],
         state_keys: Iterable[StateKeys] = (),
+        wholes: Iterable[tuple[Any, Form]] = (),
     ) -> None:
         self._expected = list(expected)
+        self._wholes = list(wholes)
         self._state_keys = list(state_keys)
         self._names = [names for keys in self._state_keys for _, names in keys.filled]
         self._check = LayoutCheck()
@@ -64,6 +69,11 @@ class StateGuard:
             entries: what optimizers keep of each parameter that has state, in the order of
                 `state_keys`; None if it is not known.
         """
+        for whole, form in self._wholes:
+            if (found := whole.get()) is MISSING:
+                return Misfit(f"{whole.path} does not exist yet")
+            if not (is_wrapper(found) and Form.of(found) == form):
+                return changed(whole.path, show(form), show(found))
         try:
             # In the usual case a few passes over all at once decide.
             if (
@@ -107,6 +117,7 @@ class StateGuard:
             self._kinds == other._kinds
             and self._strides == other._strides
             and self._layouts == other._layouts
+            and [form for _, form in self._wholes] == [form for _, form in other._wholes]
             and [_place(reference) for reference, _ in self._expected]
             == [_place(reference) for reference, _ in other._expected]
             and list(map(_identity, self._state_keys)) == list(map(_identity, other._state_keys))
@@ -157,6 +168,8 @@ def _parameter(place: PlaceReference) -> tuple[Any, ...]:
 
 def _place(reference: _Reference) -> tuple[Any, ...]:
     """A key that is equal for references to one place, as long as both are there."""
+    if isinstance(reference, PartReference):
+        return *_place(reference.whole), reference.name
     if isinstance(reference, ScalerReference):
         return id(reference.scaler), reference.key
     parameter = _parameter(reference.parameter)

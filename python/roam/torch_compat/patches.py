@@ -248,6 +248,8 @@ PATCHES: Final = (
           "the certified memory lacks the optimizer's state"),
     Patch("<classes of the user's objects>", ("__getattribute__", "__setattr__", "__delattr__"),
           "notes which attributes a step reads", "all attributes are guarded and faked, or refused"),
+    Patch("<classes of the user's objects>", ("__getattr__",), "fakes have what the classes of their parameters define",
+          "code that asks for it, as by hasattr, goes another way"),
 )  # fmt: skip
 """Everything that is replaced while a step is traced, watched or run."""
 

@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, _MakefxTracer
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
@@ -183,19 +184,26 @@ def mark_parameter(tensor: Any) -> None:
 # -- distributed tensors
 
 
-_COMMON = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+COMMON_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 """Classes of most tensors."""
+is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass_type
+"""Whether the tensors of a class have inner tensors, and methods that take them apart and put them
+together."""
 
 
 def is_dtensor(value: object) -> bool:
     """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that."""
-    return type(value) not in _COMMON and _is_named(value, "torch.distributed.tensor", "DTensor")
+    return type(value) not in COMMON_TENSORS and is_dtensor_class(type(value))
 
 
 def has_dtensors(values: Sequence[object]) -> bool:
     """Whether any of many values is one."""
-    kinds = set(map(type, values)) - _COMMON
-    return any(_is_kind_named(kind, "torch.distributed.tensor", "DTensor") for kind in kinds)
+    return any(map(is_dtensor_class, set(map(type, values)) - COMMON_TENSORS))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    """Whether a class is that of distributed tensors."""
+    return _is_kind_named(kind, "torch.distributed.tensor", "DTensor")
 
 
 def dtensor_class() -> Any:
@@ -207,12 +215,13 @@ def is_pending(value: object) -> bool:
     """Whether a value is the result of a functional collective that may not have been waited
     for.
     """
-    return _is_named(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return is_pending_class(type(value))
 
 
-def _is_named(value: object, module: str, name: str) -> bool:
-    """Whether a value's class has this name, in a module that may not have been imported."""
-    return _is_kind_named(type(value), module, name)
+def is_pending_class(kind: type) -> bool:
+    """Whether a class is that of such results."""
+    module = "torch.distributed._functional_collectives"
+    return _is_kind_named(kind, module, "AsyncCollectiveTensor")
 
 
 def _is_kind_named(kind: type, module: str, name: str) -> bool:
@@ -1334,6 +1343,17 @@ def innermost_backend(callback: Any) -> Any:
     return callback
 
 
+def compile_options(wrapper: Any) -> tuple[Any, ...]:
+    """What a function of `torch.compile`'s was made with: the compiler, and the arguments that say
+    how Dynamo looks at the function.
+    """
+    context = wrapper.__closure__[wrapper.__code__.co_freevars.index("self")].cell_contents
+    names = ("fullgraph", "error_on_graph_break", "_dynamic", "_dynamic_shapes", "compiler_config",
+             "_isolate_recompiles_id")  # fmt: skip
+    options = [getattr(context, name, None) for name in names]
+    return type(context), innermost_backend(context.callback), options, context._hooks
+
+
 def is_graph_break(error: BaseException) -> bool:
     """Whether `torch.compile` has raised an error since it cannot compile a function whole, where
     its user has asked for that.
@@ -1483,6 +1503,7 @@ VF: Any = torch._VF
 __all__ = [
     "ASKS_FOR_FAKES",
     "CALLS",
+    "COMMON_TENSORS",
     "C_NN",
     "DYNAMIC_INDICES",
     "ENGINE_CODE",
@@ -1523,6 +1544,7 @@ __all__ = [
     "called_overloads",
     "chunk_cat",
     "comm_hook_of",
+    "compile_options",
     "compiled_codes",
     "compiled_entries",
     "compiled_graph",
@@ -1576,6 +1598,7 @@ __all__ = [
     "is_compiled",
     "is_ddp",
     "is_dtensor",
+    "is_dtensor_class",
     "is_forgotten",
     "is_graph_break",
     "is_input_mutation",
@@ -1584,8 +1607,10 @@ __all__ = [
     "is_marked",
     "is_of_dynamo",
     "is_pending",
+    "is_pending_class",
     "is_precompiled",
     "is_view",
+    "is_wrapper_subclass",
     "is_zero_derivative",
     "joined",
     "keep_as_written",

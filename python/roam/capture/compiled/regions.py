@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn, Protocol
@@ -55,8 +55,9 @@ from roam.own_code import is_own_file
 from roam.program.ir import Source
 from roam.state.equality import same, show
 from roam.state.global_state import AMBIENT
-from roam.state.live_scalars import is_live
+from roam.state.live_scalars import is_live, node_of
 from roam.state.nests import with_made_opened
+from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
@@ -66,6 +67,7 @@ from roam.torch_compat.private import (
     FakeTensor,
     as_written,
     backward_compiler,
+    compile_options,
     compiled_codes,
     disable_current_modes,
     frame_evaluation,
@@ -119,6 +121,21 @@ class Refuses(Protocol):
     def __call__(self, message: str, *, code: str, source: Source | None = None) -> NoReturn: ...
 
 
+def _fixed(value: Any) -> Any:
+    """A number that is live, but seldom changes, such as a weight decay, as the plain number for
+    which torch.compile compiles; anything else as it is.
+    """
+    node = node_of(value) if is_live(value) else None
+    known = None if node is None else node.trace.fixed_value(node.slot)
+    return value if known is None else known
+
+
+def _apart(tensor: Any) -> Any:
+    """A wrapper without a gradient taken apart; any other tensor as it is."""
+    is_apart = is_wrapper(tensor) and not tensor.requires_grad
+    return Whole(Form.of(tensor).kept(), parts_of(tensor)) if is_apart else tensor
+
+
 class CompileRegions(Exception):
     """A trace has met compiled functions whose code is not known yet."""
 
@@ -141,6 +158,8 @@ class Regions:
     _wanted: dict[object, Wanted] = field(default_factory=dict)
     """Those that the last trace has met, and whose code is to be found."""
     _kept: list[Any] = field(default_factory=list)
+    _made: list[tuple[Any, Any]] = field(default_factory=list)
+    """Each function that `torch.compile` was given, with the other arguments."""
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
     _callers: list[_Called] = field(default_factory=list)
     _looked_at: dict[int, tuple[CodeType, CodeType, CodeType]] = field(default_factory=dict)
@@ -457,11 +476,15 @@ class Regions:
         called = self._callers[-1]
         part = _part(code, called)
         self._check_switches()
+        frame = replace(frame, given=tuple(map(_fixed, frame.given)))
         # What others close over may be new in each call, and is part of the call.
         contents = frame.contents if part else []
         leaves, spec = pytree.tree_flatten(
             with_made_opened(
-                (frame.given, contents), lambda value: id(value) in self._held, lambda _: False
+                (frame.given, contents),
+                lambda value: id(value) in self._held,
+                lambda _: False,
+                apart=_apart,
             )
         )
         if any(isinstance(one, torch.optim.Optimizer) for one in [*frame.contents, *leaves]):
@@ -472,7 +495,7 @@ class Regions:
         settings = Settings.now()
         live = tuple(one.path for one in self._numbers if is_live(one.get()))
         cells = () if part else tuple(map(id, frame.cells))
-        function = id(called.wrapper), id(code), cells
+        function = self._number_of(called), id(code), cells
         key = function, arguments.key(), str(spec), settings, live
         self._order.append(key)
         if key in self._known and not any(changes_of(self._calls[key].state, in_trace=True)):
@@ -506,6 +529,17 @@ class Regions:
         finally:
             self._watch_numbers(None)
             self._depth -= 1
+
+    def _number_of(self, called: _Called) -> int:
+        """The number of a function of `torch.compile`'s. Functions that it makes of one function
+        with equal arguments have the same: they share what Dynamo has compiled.
+        """
+        made = called.function, compile_options(called.wrapper)
+        for number, (function, options) in enumerate(self._made):
+            if function is made[0] and options == made[1]:
+                return number
+        self._made.append(made)
+        return len(self._made) - 1
 
     def _check_guarded(self, guarded: Guarded, view: Any) -> None:
         """Refuses a call where something has changed that Dynamo's code for it depends on."""

@@ -18,6 +18,7 @@ from roam.capture.tracing.schedulers import TWO_WAYS, may_change
 from roam.errors import CaptureError
 from roam.program.effects import (
     VIEW,
+    Assemble,
     Detach,
     Drop,
     FillState,
@@ -56,12 +57,14 @@ from roam.state.references import (
     optimizer_references,
 )
 from roam.state.spaces import Items
+from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.private import (
     FakeTensor,
     is_view,
     layout_of,
     local_of,
     pytree,
+    storage_pointer,
     was_step_called,
 )
 
@@ -76,15 +79,15 @@ class Original:
 
     __slots__ = (
         "flag", "gradient_dtype", "history", "hooks", "keeps_gradient", "layout", "notes", "part",
-        "slot", "tensor",
+        "reference", "tensor",
     )  # fmt: skip
 
-    def __init__(self, tensor: FakeTensor, slot: int) -> None:
+    def __init__(self, tensor: Any, reference: Any) -> None:
         self.tensor = tensor
-        self.slot = slot
+        self.reference = reference
         self.flag = tensor.requires_grad
         self.history: Any = tensor.grad_fn
-        self.part, self.layout = local_of(tensor), layout_of(tensor)
+        self.part, self.layout = local_of(tensor), _layout(tensor)
         self.keeps_gradient = tensor.retains_grad
         self.hooks = hooks_on(tensor)
         self.notes = own_attributes(tensor)
@@ -115,6 +118,15 @@ class Original:
             give_history(self.tensor, self.history.refuse)
         elif self.has_other_flag():
             self.tensor.requires_grad_(self.flag)
+
+
+def _layout(tensor: Any) -> Any:
+    """The layout over devices of a distributed tensor. Of a wrapper its form, and the storage of
+    the wrapper itself, which is another one after `tensor.data = x`.
+    """
+    if not is_wrapper(tensor):
+        return layout_of(tensor)
+    return Form.of(tensor).kept(), storage_pointer(tensor.untyped_storage())
 
 
 def _own_gradient_dtype(tensor: FakeTensor) -> tuple[torch.dtype | None, ...]:
@@ -327,11 +339,28 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             "two of them; return a copy in one of the places",
             code="result",
         )
+    wrappers = set[int]()
+
+    def apart(value: Any) -> Any:
+        if not is_wrapper(value):
+            return value
+        if recorder.is_original(value) or id(value) in wrappers:
+            raise CaptureError(
+                f"the step returns a {type(value).__name__} from before the step, or one in two places, and a plan would "
+                "return another one; return a copy of it",
+                code="result",
+            )  # fmt: skip
+        wrappers.add(id(value))
+        left = recorder.joined(value, "the step's result")
+        assert left is not None
+        return Whole(left.layout, parts_of(value))
+
     parts = with_made_opened(
         result,
         lambda value: id(value) in known,
         lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
         recorder.late_lists,
+        apart,
     )
     made = recorder.program.result
     leaves, made.spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
@@ -402,7 +431,13 @@ def _endings(
     now = {reference.path: reference for reference in fake_state.references()}
     others = [space for space, container, _ in renewed if space.now() is not container]
     for reference, tensor in before:
-        recorder.leaving(tensor, reference.path)
+        for part in _parts(tensor):
+            recorder.leaving(part, reference.path)
+    for whole, _, parts in recorder.wholes.values():
+        for (part_reference, part), other in zip(parts, parts_of(whole), strict=True):
+            if other is not part:
+                check_no_leaf(other, part_reference.path)
+                _rebind(recorder, part_reference, other)
     for path, reference in now.items():
         tensor = reference.get()
         if held.get(path) is tensor:
@@ -430,8 +465,24 @@ def _rebind(recorder: Recorder, reference: Any, tensor: Any) -> None:
     recorder.program.effects.append(_rebinding(recorder, reference, tensor))
 
 
-def _rebinding(recorder: Recorder, reference: Any, tensor: Any) -> Rebind:
+def _parts(tensor: Any) -> list[Any]:
+    """The inner tensors of a wrapper; any other tensor itself."""
+    return parts_of(tensor) if is_wrapper(tensor) else [tensor]
+
+
+def _rebinding(recorder: Recorder, reference: Any, tensor: Any) -> Rebind | Assemble:
     history: History = "none"
+    if is_wrapper(tensor):
+        if reference.kind == "gradient":
+            raise CaptureError(
+                f"{reference.path} is a {type(tensor).__name__} after the step, which no plan keeps; reset gradients "
+                "at the end of the step",
+                code="subclass",
+            )  # fmt: skip
+        joined = recorder.joined(tensor, reference.path)
+        assert joined is not None
+        slots = [recorder.leaving(part, reference.path) for part in parts_of(tensor)]
+        return Assemble(reference, tuple(slots), joined)
     slot = recorder.leaving(tensor, reference.path)
     if tensor.grad_fn is not None and not recorder.is_original(tensor):
         history = recorder.history_of(tensor)
@@ -534,40 +585,45 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
 
 def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list[Original]) -> None:
     """What the step leaves on tensors from before it, apart from their values."""
-    references = {slot: reference for reference, slot in recorder.program.referenced}
     for one in originals:
-        if local_of(one.tensor) is not one.part or layout_of(one.tensor) != one.layout:
+        if is_wrapper(one.tensor) and _layout(one.tensor) != one.layout:
             raise CaptureError(
-                f"the step gives the DTensor {references[one.slot].path} another local part or other "
+                f"the step makes {one.reference.path} another {type(one.tensor).__name__} in place, with other attributes "
+                "or other data (x.data = ...); put another tensor in its place, or write into it, as in x.copy_(...)",
+                code="subclass",
+            )  # fmt: skip
+        if local_of(one.tensor) is not one.part or _layout(one.tensor) != one.layout:
+            raise CaptureError(
+                f"the step gives the DTensor {one.reference.path} another local part or other "
                 "placements; put another DTensor in its place, or write into it",
                 code="dtensor",
             )
         if one.is_detached():
             if is_view(fake_state.identities.of(one.tensor)):
-                raise CaptureError(f"{references[one.slot].path} {VIEW}", code="outer_history")
-            recorder.program.effects.append(Detach(references[one.slot]))
+                raise CaptureError(f"{one.reference.path} {VIEW}", code="outer_history")
+            recorder.program.effects.append(Detach(one.reference))
         elif one.tensor.grad_fn is not one.history:
             raise CaptureError(
-                f"{references[one.slot].path} would have a gradient history of this step afterwards, "
+                f"{one.reference.path} would have a gradient history of this step afterwards, "
                 "and a plan keeps none; detach what the step writes into it, or write under "
                 "torch.no_grad()",
                 code="outer_history",
             )
         if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
             raise CaptureError(
-                f"the step calls retain_grad() on {references[one.slot].path}, which keeps no gradient "
+                f"the step calls retain_grad() on {one.reference.path}, which keeps no gradient "
                 "after a plan has run; leave it out, or detach the tensor",
                 code="moved",
             )
         if hooks_on(one.tensor) != one.hooks:
             raise CaptureError(
-                f"the step leaves hooks on {references[one.slot].path}; remove them in the step "
+                f"the step leaves hooks on {one.reference.path}; remove them in the step "
                 "itself, or add them outside of it",
                 code="moved",
             )
         if _own_gradient_dtype(one.tensor) != one.gradient_dtype:
             raise CaptureError(
-                f"the step sets grad_dtype of {references[one.slot].path}, which a plan cannot repeat; "
+                f"the step sets grad_dtype of {one.reference.path}, which a plan cannot repeat; "
                 "set it once, before the first step",
                 code="moved",
             )
@@ -575,19 +631,19 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
         for name in one.notes | notes:
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
-                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which "
+                    f"the step sets the attribute {name!r} of {one.reference.path}, which "
                     "a plan cannot repeat; set it outside of the step, or keep its "
                     "value in a dictionary",
                     code="tensor_attribute",
                 )
         if one.has_other_flag():
-            if references[one.slot].kind in ("optimizer_state", "gradient"):
+            if one.reference.kind in ("optimizer_state", "gradient"):
                 raise CaptureError(
-                    f"the step changes requires_grad of {references[one.slot].path}, which a captured "
+                    f"the step changes requires_grad of {one.reference.path}, which a captured "
                     "step would not do; leave it as it is",
                     code="moved",
                 )
-            recorder.program.effects.append(SetFlag(references[one.slot], not one.flag))
+            recorder.program.effects.append(SetFlag(one.reference, not one.flag))
 
 
 def _argument_endings(recorder: Recorder, received: Received) -> None:
@@ -743,7 +799,7 @@ def _attribute_endings(
 
 
 def _leave_nest(
-    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind]
+    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind | Assemble]
 ) -> None:
     """Has runs put what `_nest` found into its place."""
     if not entries or entries[0].reference is not reference:
@@ -786,7 +842,7 @@ def _nest(
     shared: set[int],
     keys: tuple[Any, ...] = (),
     path: str = "",
-) -> tuple[Any, list[Rebind]]:
+) -> tuple[Any, list[Rebind | Assemble]]:
     """What the step has put in a place, without tensors and live numbers, and what puts these
     there; `MISSING` if a run could not put the like there: other objects, or containers that
     somebody else holds too.
@@ -812,7 +868,7 @@ def _nest(
     ):
         return MISSING, []
     shared.add(id(value))
-    found: list[Rebind] = []
+    found: list[Rebind | Assemble] = []
     parts: dict[Any, Any] = type(value)() if is_dictionary else {}
     for key, part in value.items() if is_dictionary else enumerate(value):
         if not is_plain(key):

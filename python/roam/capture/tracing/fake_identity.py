@@ -17,9 +17,11 @@ from typing import Any, Final, NoReturn
 import torch
 
 from roam.capture.tracing.deep_copies import deep_copier
+from roam.capture.tracing.own_classes import is_own_class, seen
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.value_stand_ins import class_stood_for, read
+from roam.state.wrappers import has_inner, inner, is_wrapper
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -27,7 +29,6 @@ from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
     dtensor_class,
-    is_dtensor,
 )
 
 _identity, _hash, _type = id, hash, type
@@ -75,6 +76,10 @@ class Identities:
     def add(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Notes what a fake stands for."""
         self._real[_identity(fake)] = real
+
+    def own_classes(self) -> set[type]:
+        """The classes of others among those of these tensors, which are plain to operators."""
+        return set(filter(is_own_class, map(_type, self._real.values())))
 
     def of(self, fake: Any) -> Any:
         """The tensor that a fake stands for, or None for one that the step made."""
@@ -187,7 +192,12 @@ class Identities:
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY
         ]
         replacements.append((FakeTensor, "__dict__", property(attributes)))
-        with self.classes_told(globals_of_users), replaced(replacements):
+        own = self.own_classes()
+        with (
+            self.classes_told(globals_of_users),
+            replaced(replacements),
+            seen(self.of, own, refuse),
+        ):
             yield
 
     @contextmanager
@@ -220,14 +230,15 @@ def hooks_on(tensor: Any) -> list[int]:
 
 def own_attributes(fake: FakeTensor) -> dict[str, Any]:
     """The attributes that the user's code has set on a tensor."""
-    if not is_dtensor(fake) and "fake_mode" not in _OF_FAKES:
+    if _type(fake) is FakeTensor and "fake_mode" not in _OF_FAKES:
         _OF_FAKES.update(
             vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))
         )
+    names = [name for name, _ in inner(fake)] if is_wrapper(fake) else ()
     return {
         name: value
         for name, value in vars(fake).items()
-        if name not in _OF_FAKES and name != DYNAMIC_INDICES
+        if name not in _OF_FAKES and name not in names and name != DYNAMIC_INDICES
     }
 
 
@@ -237,8 +248,8 @@ def is_parameter(fake: Any) -> bool:
 
 
 def _is_stand_in(value: Any) -> bool:
-    """Whether a fake tensor, or a distributed one of fakes, stands for one."""
-    return _type(value) is FakeTensor or is_dtensor(value)
+    """Whether a fake tensor, or a distributed one or a wrapper of fakes, stands for one."""
+    return _type(value) is FakeTensor or has_inner((value,))
 
 
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]

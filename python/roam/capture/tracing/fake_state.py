@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.growing_lists import GrowingLists
+from roam.capture.tracing.own_classes import is_own_class
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
@@ -58,6 +59,7 @@ from roam.state.references import (
 )
 from roam.state.snapshot import Made, is_none_or_number
 from roam.state.spaces import Space
+from roam.state.wrappers import checked_form, inner, is_faked, is_wrapper, parts_of, with_parts
 from roam.torch_compat.private import (
     DYNAMIC_INDICES,
     HOOKS,
@@ -208,7 +210,7 @@ class FakeState:
         }
         """By identity, the paths of the tensors that have a gradient history from before the step.
         """
-        tensors = list(map(local_of, tensors))
+        tensors = [part for tensor in tensors for part in parts_of(tensor)]
         self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
         """Whether the step is of fakes on a device that the machine does not have."""
         if self.lacks_device:
@@ -416,7 +418,8 @@ class FakeState:
         """
         for reference in self.references():
             if issubclass(type(tensor := reference.get()), torch.Tensor):  # still
-                local_of(tensor).constant = None
+                for part in parts_of(tensor):
+                    part.constant = None
 
     def entries(self) -> dict[RateReference, None]:
         """The entries of optimizers' groups, in their order."""
@@ -462,7 +465,7 @@ class FakeState:
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)][1]
         path = self._historic.get(id(tensor))
-        if isinstance(local_of(tensor), FakeTensor) and path is None:
+        if path is None and is_faked(tensor):
             return tensor
         if not is_dtensor(tensor) and tensor.layout is not torch.strided:
             _refuse_layout(tensor, self._path_of(tensor))
@@ -473,6 +476,8 @@ class FakeState:
                 found if isinstance(found, FakeTensor) else self.mode.from_tensor(found),
                 self._refuse_history(path),
             )
+        elif is_wrapper(tensor):
+            found = with_parts(tensor, map(self._fake, parts_of(tensor)))
         elif is_dtensor(tensor):
             found = joined(
                 self._fake(local_of(tensor)), layout_of(tensor), requires_grad=tensor.requires_grad
@@ -488,9 +493,10 @@ class FakeState:
                 tensor.grad = gradient
         if tensor.is_leaf and found.is_leaf and tensor.grad_dtype != found.grad_dtype:
             found.grad_dtype = tensor.grad_dtype  # PyTorch 2.11 leaves it out of fakes
-        found.__dict__.update(
-            tensor.__dict__
-        )  # what the user noted on it, such as a scale of its own
+        if not is_wrapper(tensor):  # which has them already
+            found.__dict__.update(
+                tensor.__dict__
+            )  # what the user noted on it, such as a scale of its own
         for name in HOOKS:
             if hooks := getattr(tensor, name):
                 setattr(found, name, hooks)
@@ -604,6 +610,14 @@ class FakeState:
         tied = [reference for reference in self.places if reference.tied]
         for reference in [*self.references(), *tied]:
             tensor = reference.get()
+            if is_wrapper(tensor):
+                if not storages.isdisjoint(map(_storage_of, parts_of(tensor))):
+                    refuse(
+                        reference.path,
+                        "has memory of the step's arguments as an inner tensor after the step; copy what it keeps (.clone())",
+                        code="subclass",
+                    )
+                continue
             storage = _storage_of(tensor)
             if storage is None or storage not in storages:
                 continue
@@ -676,7 +690,9 @@ class FakeState:
             if issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
                 names = (
-                    set() if isinstance(leaf, FakeTensor) else set(vars(leaf)) - {DYNAMIC_INDICES}
+                    set()
+                    if isinstance(leaf, FakeTensor) or is_wrapper(leaf)
+                    else set(vars(leaf)) - {DYNAMIC_INDICES}
                 )
                 if names:
                     refuse(
@@ -832,16 +848,21 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def _check_tensor(tensor: Any, path: str) -> None:
     if is_dtensor(tensor):
         _check_dtensor(tensor, path)
-    elif type(tensor) not in _CLASSES:
+    elif is_wrapper(tensor):
+        _check_wrapper(tensor, path)
+    elif (kind := cast("Any", type(tensor))) not in _CLASSES and not is_own_class(kind):
         refuse(
             path,
-            f"is a {type(tensor).__name__}; tensor subclasses are not captured: use plain tensors",
+            f"is a {type(tensor).__name__}; of tensor subclasses only those are captured that PyTorch "
+            "can take apart (__tensor_flatten__, __tensor_unflatten__): use one, or plain tensors",
             code="subclass",
         )
     if tensor.layout is not torch.strided:
         _refuse_layout(tensor, path)
-    if not isinstance(local_of(tensor), FakeTensor) and any(
-        issubclass(type(value), torch.Tensor) for value in vars(tensor).values()
+    if not is_faked(tensor) and any(
+        issubclass(type(value), torch.Tensor)
+        for name, value in vars(tensor).items()
+        if not (is_wrapper(tensor) and name in dict(inner(tensor)))
     ):
         refuse(
             path,
@@ -873,6 +894,23 @@ def _refuse_layout(tensor: torch.Tensor, path: str) -> NoReturn:
         f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
         code="layout",
     )
+
+
+def _check_wrapper(tensor: Any, path: str) -> None:
+    checked_form(tensor, path)
+    if tensor.grad_fn is not None:
+        refuse(
+            path,
+            f"is a {type(tensor).__name__} with a gradient history from before the step; detach it",
+            code="outer_history",
+        )
+    if is_wrapper(_gradient_of(tensor)):
+        refuse(
+            path,
+            f"has a {type(tensor.grad).__name__} as its gradient from before the step; reset gradients at "
+            "the end of the step",
+            code="subclass",
+        )
 
 
 def _check_dtensor(tensor: Any, path: str) -> None:

@@ -30,8 +30,9 @@ from roam.program.ir import (
 from roam.state.equality import MISSING
 from roam.state.live_scalars import node_of
 from roam.state.nests import mapped
-from roam.state.references import ArgumentReference
+from roam.state.references import ArgumentReference, part_references
 from roam.state.trace_context import TraceContext
+from roam.state.wrappers import checked_form, is_wrapper, parts_of
 from roam.torch_compat.private import (
     TENSOR_DATA,
     FakeTensor,
@@ -116,7 +117,11 @@ class Slots:
         of the memory that was taken instead; None while none has been taken.
         """
         self._joined: dict[int, tuple[Any, Joined]] = {}
-        """By identity, distributed tensors with what stands for them in the program."""
+        """By identity, distributed tensors and wrappers with what stands for them in the program.
+        """
+        self.wholes: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}
+        """By identity, wrappers from before the step, each with its reference, and with a reference
+        for each of its inner tensors."""
         self._late: dict[int, tuple[Any, LateNumber]] = {}
         """By identity, the numbers that cannot be known during the step."""
         self.late_lists: dict[int, tuple[list[Any], Any]] = {}
@@ -127,6 +132,22 @@ class Slots:
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         """By identity, real tensors that the step was given instead of fakes: with the fake
         and a copy."""
+
+    def add_given(self, reference: Any, tensor: Any) -> None:
+        """Registers a tensor that its reference holds before the step: of a wrapper, its inner
+        tensors.
+        """
+        if not is_wrapper(tensor):
+            self.add_referenced(reference, tensor, reference.path)
+            return
+        form = checked_form(tensor, reference.path)
+        parts = list(zip(part_references(reference, tensor), parts_of(tensor), strict=True))
+        self.wholes[id(tensor)] = tensor, reference, parts
+        self._joined[id(tensor)] = tensor, Joined(form, reference)
+        self.program.given_layouts[reference.path] = form
+        self.program.wholes.append((reference, form))
+        for part_reference, part in parts:
+            self.add_referenced(part_reference, part, part_reference.path)
 
     def add_referenced(self, reference: Any, tensor: FakeTensor, name: str) -> int:
         """Registers a tensor that its reference holds before the step. Returns its slot."""
@@ -150,21 +171,28 @@ class Slots:
 
     def is_original(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one from before the step."""
-        return id(tensor) in self._tagged
+        return id(tensor) in self._tagged or id(tensor) in self.wholes
 
     def history_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """The references of the tensors from before the step to which a backward pass from a tensor
         would come.
         """
-        found = {
-            self._ends.get(node, self.slot_of(getattr(node, "variable", None)) if is_last else None)
-            for node, is_last in nodes_behind(tensor)
-        }
-        return tuple(reference for reference, slot in self.program.referenced if slot in found)
+        nodes = list(nodes_behind(tensor))
+        variables = [getattr(node, "variable", None) for node, is_last in nodes if is_last]
+        found = {self._ends.get(node) for node, _ in nodes} | set(map(self.slot_of, variables))
+        wholes = [self.wholes[id(one)][1] for one in variables if id(one) in self.wholes]
+        return (
+            *(reference for reference, slot in self.program.referenced if slot in found),
+            *wholes,
+        )
 
-    def given(self) -> list[tuple[FakeTensor, int]]:
-        """(tensor, slot): the tensors from before the step."""
-        return list(self._tagged.values())
+    def given(self) -> list[tuple[Any, Any]]:
+        """(tensor, reference): the tensors from before the step, wrappers among them."""
+        references = {slot: reference for reference, slot in self.program.referenced}
+        return [
+            *((tensor, references[slot]) for tensor, slot in self._tagged.values()),
+            *((tensor, reference) for tensor, reference, _ in self.wholes.values()),
+        ]
 
     def is_unknown(self, value: Any) -> bool:
         """Whether a number cannot be known during the step."""
@@ -245,6 +273,7 @@ class Slots:
         self._twins.clear()
         self._held.clear()
         self._joined.clear()
+        self.wholes.clear()
         self._watch = (
             None  # it holds generators' states, and a recorder lives until its cycles are found
         )
@@ -256,6 +285,12 @@ class Slots:
         counter.
         """
         slot = self.slot_of(tensor)
+        if is_wrapper(data):
+            self.refuse(
+                f"the step gives a tensor a {type(data).__name__} as its data (x.data = ...), which has none of its "
+                "own; write into the tensor under torch.no_grad(), as in x.copy_(...)",
+                code="subclass",
+            )  # fmt: skip
         if slot is None or not isinstance(data, torch.Tensor):
             TENSOR_DATA.__set__(tensor, data)
             return
@@ -493,9 +528,18 @@ class Slots:
         return slot
 
     def joined(self, tensor: Any, place: str) -> Joined | None:
-        """What a run puts together at `place` after the step for a distributed tensor; None for any
-        other.
+        """What a run puts together at `place` after the step for a distributed tensor, or a
+        wrapper; None for any other.
         """
+        if is_wrapper(tensor):
+            if id(tensor) not in self._joined:
+                if tensor.requires_grad:
+                    raise CaptureError(
+                        f"the step leaves at {place} a {type(tensor).__name__} that requires a gradient; detach it",
+                        code="subclass",
+                    )  # fmt: skip
+                self._joined[id(tensor)] = tensor, Joined(checked_form(tensor, place))
+            return self._joined[id(tensor)][1]
         if not is_dtensor(tensor):
             return None
         if id(tensor) not in self._joined:

@@ -64,6 +64,7 @@ from roam.torch_compat.private import (
     base_name,
     c_pointer,
     disable_current_modes,
+    is_wrapper_subclass,
     is_zero_derivative,
     pytree,
     run_composite,
@@ -604,13 +605,10 @@ class Recorder(Values, TorchDispatchMode):
 
 @functools.cache
 def _runs_itself(kind: type) -> bool:
-    """Whether tensors of a class run operators by others on plain tensors: distributed ones, and
-    results of collectives that may not have been waited for.
+    """Whether tensors of a class run operators by others on plain tensors: wrappers, distributed
+    ones, and results of collectives that may not have been waited for.
     """
-    return (kind.__module__, kind.__name__) in (
-        ("torch.distributed.tensor", "DTensor"),
-        ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-    )
+    return is_wrapper_subclass(kind)
 
 
 def _inference_left(tensors: list[Any]) -> AbstractContextManager[Any]:

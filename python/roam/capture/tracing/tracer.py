@@ -58,14 +58,13 @@ from roam.state.references import (
     PlaceReference,
     StateKeys,
 )
+from roam.state.wrappers import is_faked
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
-    FakeTensor,
     forget_layouts,
     is_dtensor,
     is_of_dynamo,
-    local_of,
     pytree,
     set_step_called,
 )
@@ -126,12 +125,12 @@ def trace(
         forget_layouts()  # whose keys may be live numbers of another trace
     try:
         for reference, tensor in before.tensors:
-            recorder.add_referenced(reference, tensor, reference.path)
+            recorder.add_given(reference, tensor)
         with fake_state.classes_told():
             args, kwargs, before.received = _own_arguments(
                 fake_state, recorder, args, kwargs, live_arguments
             )
-        before.originals = [Original(tensor, slot) for tensor, slot in recorder.given()]
+        before.originals = [Original(*one) for one in recorder.given()]
         for rate_reference in fake_state.rates:
             rate_reference.set(
                 (recorder.add_number if live_numbers else recorder.add_plain)(
@@ -404,9 +403,9 @@ def _own_arguments(
     leaves = list(taken.leaves)
     received: Received = []
     for position, (leaf, reference) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
-        if issubclass(type(local_of(leaf)), FakeTensor):
-            if recorder.slot_of(leaf) is None:
-                recorder.add_referenced(reference, leaf, reference.path)
+        if issubclass(type(leaf), torch.Tensor) and is_faked(leaf):
+            if recorder.slot_of(leaf) is None and not recorder.is_original(leaf):
+                recorder.add_given(reference, leaf)
                 if leaf.is_leaf:
                     received.append((reference, leaf, leaf.grad))
         elif live and type(leaf) is float:
