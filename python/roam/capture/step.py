@@ -26,7 +26,7 @@ from roam.capture.fake_kernels.cache import Remembered
 from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.fake_kernels.tensors import marked_fakes
 from roam.capture.tracing.branch_answers import Answers
-from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
+from roam.capture.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
 from roam.capture.tracing.growing_lists import ListWatch
@@ -771,9 +771,7 @@ def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
     remedy = (
-        f"{CHANCE}; seed the generator outside of the step"
-        if reason.endswith(DRAWN)
-        else "return the value, and change the state outside of the step"
+        f"{CHANCE}; seed the generator outside of the step" if reason.endswith(DRAWN) else OUTSIDE
     )
     return CaptureError(
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
