@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from weakref import WeakSet
 
 import torch
@@ -587,6 +587,7 @@ def _captured(
             lacking |= without
             raise ReadMore
     except CaptureError as error:
+        _name_metric(error, reach)
         reads.check()
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
@@ -777,6 +778,20 @@ def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
+
+
+_METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
+
+
+def _name_metric(error: CaptureError, reach: Reach) -> None:
+    """Where a metric of torchmetrics is at fault, whose code no user changes: says what he can do."""
+    text = str(error)
+    for path, module in reach.modules:
+        is_metric = type(module).__module__.startswith("torchmetrics.")
+        is_at_fault = f"{path}." in text or "torchmetrics/" in (error.source or "")
+        if is_metric and is_at_fault and _METRIC not in text and "validate_args" not in text:
+            error.args = (f"{text}; {path} is of torchmetrics: {_METRIC}",)
+            return
 
 
 def _resized(program: Program) -> str | None:
