@@ -784,7 +784,7 @@ _METRIC: Final = "call it outside of the step, on predictions that the step retu
 
 
 def _name_metric(error: CaptureError, reach: Reach) -> None:
-    """Where a metric of torchmetrics is at fault, whose code no user changes: says what he can do."""
+    """Says what to do where a metric of torchmetrics is at fault, whose code no user changes."""
     text = str(error)
     for path, module in reach.modules:
         is_metric = type(module).__module__.startswith("torchmetrics.")
