@@ -106,14 +106,14 @@ def tries(holder: Any) -> float:
 
 def keeps(holder: Any) -> Any:
     try:
-        return holder.kept
+        return holder.memo
     except AttributeError:
-        holder.kept = torch.linspace(0, 1, 3)
-        return holder.kept
+        holder.memo = torch.linspace(0, 1, 3)
+        return holder.memo
 
 
 def clean(holder: Any) -> None:
-    for name in ("calls", "debug", "kept"):
+    for name in ("calls", "debug", "memo"):
         with contextlib.suppress(AttributeError):
             delattr(holder, name)
 
@@ -159,7 +159,7 @@ def test_attributes_are_exact_or_refused(name: str, factor: Callable[[Any], Any]
             seen = train(holder, factor, roam.compile)
         except roam.CaptureError:
             assert name in ("scheduler", "scaler")
-            assert not hasattr(holder, "kept")
+            assert not hasattr(holder, "memo")
             return
         assert_same_bits(expected[:-1], seen[:-1])
         assert expected[-1] == seen[-1]

@@ -3,6 +3,7 @@ changed anything, or leaves the call to the step's own `except`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -241,7 +242,14 @@ def steps_in(
         yield from (weight.detach().clone(), torch.get_rng_state())
 
 
-@pytest.mark.parametrize("body", [_tried, _tried_around])
+def _suppressed(w: Any, index: Any) -> Any:
+    row = w * 3
+    with contextlib.suppress(IndexError):
+        row = _looked_up(w, index)
+    return row
+
+
+@pytest.mark.parametrize("body", [_tried, _tried_around, _suppressed])
 def test_a_kernel_that_fails_inside_a_try_leaves_the_call_to_the_step(
     body: Callable[..., Any],
 ) -> None:
@@ -252,7 +260,10 @@ def test_a_kernel_that_fails_inside_a_try_leaves_the_call_to_the_step(
     assert_same_bits(eager, planned)
 
 
-@pytest.mark.parametrize(("body", "code"), [(_tried, "torn"), (_looked_up, "failed_as_eager")])
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [(_tried, "torn"), (_suppressed, "torn"), (_looked_up, "failed_as_eager")],
+)
 def test_only_an_error_outside_of_a_try_is_said_to_leave_what_eager_leaves(
     body: Callable[..., Any], code: str
 ) -> None:

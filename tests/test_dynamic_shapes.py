@@ -577,3 +577,36 @@ def test_a_metric_that_checks_its_arguments_says_how_to_turn_that_off() -> None:
     with pytest.raises(roam.CaptureError, match="make the metric with validate_args=False"):
         script(roam.compile, validates=True)
     both(functools.partial(script, validates=False))
+
+
+@pytest.mark.parametrize("kind", ["BinaryAUROC", "BinaryCalibrationError"])
+@pytest.mark.parametrize("call", ["update", "forward"])
+def test_a_metric_that_no_plan_follows_is_called_outside_of_the_step(kind: str, call: str) -> None:
+    metrics = pytest.importorskip("torchmetrics").classification
+
+    def script(wrap: Any, *, inside: bool) -> list[Any]:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4))
+        metric = getattr(metrics, kind)()
+
+        @wrap
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            scores = (x @ weight).sigmoid()
+            scores.square().sum().backward()
+            if inside:
+                getattr(metric, call)(scores.detach(), y)
+            return scores.detach()
+
+        seen: list[Any] = []
+        for number in range(4):
+            x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
+            seen.append(step(x, y))
+            if not inside:
+                seen.append(getattr(metric, call)(seen[-1], y))
+            if number > 1:
+                seen.append(metric.compute())
+        return [value for value in seen if value is not None]
+
+    with pytest.raises(roam.CaptureError, match="call it outside of the step"):
+        script(roam.compile, inside=True)
+    both(functools.partial(script, inside=False))

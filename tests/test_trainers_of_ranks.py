@@ -52,10 +52,9 @@ def outcome(rank: int, is_planned: bool, folder: str, options: dict[str, Any]) -
         logging_steps=1,
         use_cpu=True,
         max_steps=6,
-        save_strategy="no",
         per_device_train_batch_size=2,
         ddp_find_unused_parameters=False,
-        **copy.deepcopy(options),  # the Trainer changes them
+        **{"save_strategy": "no", **copy.deepcopy(options)},  # the Trainer changes them
     )
     if arguments.fsdp and arguments.device:
         # accelerate shards on GPUs and their like only
@@ -108,6 +107,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {**SHARDED, **ACCUMULATED, "max_grad_norm": 0.1},
     {**SHARDED, "eval_strategy": "steps", "eval_steps": 2},
+    {**SHARDED, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1},
 ]
 
 

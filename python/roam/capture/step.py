@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from weakref import WeakSet
 
 import torch
@@ -26,7 +26,7 @@ from roam.capture.fake_kernels.cache import Remembered
 from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.fake_kernels.tensors import marked_fakes
 from roam.capture.tracing.branch_answers import Answers
-from roam.capture.tracing.endings import ArgumentsChange, NumbersChange, check_no_leaf
+from roam.capture.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
 from roam.capture.tracing.growing_lists import ListWatch
@@ -590,6 +590,7 @@ def _captured(
             lacking |= without
             raise ReadMore
     except CaptureError as error:
+        _name_metric(error, reach)
         reads.check()
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
@@ -774,14 +775,26 @@ def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
     remedy = (
-        f"{CHANCE}; seed the generator outside of the step"
-        if reason.endswith(DRAWN)
-        else "return the value, and change the state outside of the step"
+        f"{CHANCE}; seed the generator outside of the step" if reason.endswith(DRAWN) else OUTSIDE
     )
     return CaptureError(
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
+
+
+_METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
+
+
+def _name_metric(error: CaptureError, reach: Reach) -> None:
+    """Says what to do where a metric of torchmetrics is at fault, whose code no user changes."""
+    text = str(error)
+    for path, module in reach.modules:
+        is_metric = type(module).__module__.startswith("torchmetrics.")
+        is_at_fault = f"{path}." in text or "torchmetrics/" in (error.source or "")
+        if is_metric and is_at_fault and _METRIC not in text and "validate_args" not in text:
+            error.args = (f"{text}; {path} is of torchmetrics: {_METRIC}",)
+            return
 
 
 def _resized(program: Program) -> str | None:

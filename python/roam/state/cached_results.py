@@ -78,10 +78,13 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+_name_of: Final[Any] = type.__dict__["__name__"].__get__  # a metaclass may have its own
+
+
 def _may_lead_to_tensors(kind: type) -> bool:
     """Whether values of a class are tensors, or containers that are looked into."""
     return kind not in _PLAIN and (
-        kind.__name__ == "_lru_list_elem" or issubclass(kind, (torch.Tensor, dict, list, tuple))
+        _name_of(kind) == "_lru_list_elem" or issubclass(kind, (torch.Tensor, dict, list, tuple))
     )
 
 

@@ -300,7 +300,7 @@ def number_references(reach: Reach, paths: Collection[str]) -> Iterator[PlaceRef
     for place in reach.places:
         space = place.space
         for key, value in space.items() if paths and place.guarded else ():
-            if (path := space.label(key)) in paths:
+            if value is not MISSING and (path := space.label(key)) in paths:
                 is_number = value is None or type(value) in (int, float) or is_numpy_float(value)
                 found.setdefault(path, []).append(
                     PlaceReference(space, key, path, "live" if is_number else "", tied=False)

@@ -37,8 +37,8 @@ class TraceContext(Protocol):
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison that the plan's own run checks; None if it cannot."""
 
-    def remedy(self, slot: int) -> str:
-        """What to write instead of code that a number's value decides."""
+    def refuse_asked(self, slot: int, origin: str, *, is_integer: bool, in_cpp: bool) -> NoReturn:
+        """Raises a `CaptureError` for code that needs the value of a number from `origin`."""
 
     def text(self, number: Any, asks: str, form: str = "") -> str | None:
         """A mark in the place of a number's text, if only a message shows the text; None if not."""

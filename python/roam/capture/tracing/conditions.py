@@ -170,6 +170,17 @@ def _path(frame: FrameType) -> list[ast.AST]:
     return max(there, key=len, default=[])
 
 
+def expression_at(frame: FrameType) -> ast.AST | None:
+    """The innermost expression that a frame calculates now; None if the source does not tell."""
+    place, found = _place(frame), None
+    if place is None:
+        return None
+    for node in ast.walk(_tree(frame.f_code.co_filename)):
+        if isinstance(node, ast.expr) and _extent(node) == place:
+            found = node
+    return found
+
+
 def _extent(node: Any) -> tuple[Any, ...]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -68,6 +68,8 @@ from roam.torch_compat.private import (
     was_step_called,
 )
 
+OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
+"""What to do about state that a plan cannot change."""
 Received = list[tuple[ArgumentReference, FakeTensor, Any]]
 """Arguments, each with its gradient from before the step."""
 
@@ -723,7 +725,7 @@ def _entry_endings(
         else:
             raise CaptureError(
                 f"the step makes {reference.path}, a {type(value).__name__}, which a plan cannot make; "
-                "keep numbers and tensors there",
+                "add groups (add_param_group) outside of the step, between two calls, and keep only numbers and tensors in them",
                 code="moved",
             )
         program.absent.append(reference)
@@ -790,7 +792,7 @@ def _attribute_endings(
         if skeleton is MISSING:
             error = CaptureError(
                 f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from {old} to "
-                f"{show(value)}; return the value, and change the state outside of the step",
+                f"{show(value)}; {OUTSIDE}",
                 code="moved",
             )
             error.settles = True

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate import absent
 from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
+from roam.capture.tracing import asked_numbers
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
 from roam.capture.tracing.custom_ops import hands_on, is_mark
@@ -486,7 +487,14 @@ class Values(Slots):
             )
         )  # fmt: skip
 
-    def remedy(self, slot: int) -> str:
+    def refuse_asked(self, slot: int, origin: str, *, is_integer: bool, in_cpp: bool) -> NoReturn:
+        """Refuses code that needs the value of a number from `origin`."""
+        reason = asked_numbers.reason(
+            origin, self._remedy(slot), is_integer=is_integer, in_cpp=in_cpp
+        )
+        self.refuse(reason, code="value_reached_python")
+
+    def _remedy(self, slot: int) -> str:
         """What to do about a value that Python must not see."""
         if is_run_by(_DISTRIBUTIONS):
             return "pass validate_args=False to the distribution"
@@ -497,7 +505,7 @@ class Values(Slots):
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
             "Python uses the value of a tensor here, and a plan would keep the outcome of the "
-            f"capture; {self.remedy(slot)}",
+            f"capture; {self._remedy(slot)}",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 
@@ -595,7 +603,8 @@ class Values(Slots):
     def refuse_shape(self, operator: str, source: Source) -> NoReturn:
         """Refuses an operator if nobody can know its result's shape before the step runs."""
         reason = shape_refusal(operator)
-        if "unique" in operator and "torchmetrics" in source.file:  # the line is not the user's
+        # The line is not the user's.
+        if "unique" in operator and "torchmetrics/functional/classification" in source.file:
             reason = (
                 "the metric checks its arguments by it, and the shape of its result depends on what the step computes; make the "
                 "metric with validate_args=False"

@@ -524,8 +524,8 @@ class Recorder(Values, TorchDispatchMode):
         )
         if is_deciding:
             self.refuse(
-                "a number that changes from call to call decides which kernels run; pass a "
-                "constant instead", code="value_reached_python",
+                "a number that changes from call to call decides which kernels run; pass a constant instead, or "
+                "to pow a tensor, as in x.pow(torch.tensor(p))", code="value_reached_python",
                 op=str(func), source=source,
             )  # fmt: skip
 
@@ -637,7 +637,7 @@ def _fixed(kind: type[LiveNode | FixedNode], number: Any) -> Any:
     any other number as it is.
     """
     node = getattr(number, "node", None)
-    return node._value() if isinstance(node, (kind, FixedNode)) else number
+    return node._value(in_cpp=True) if isinstance(node, (kind, FixedNode)) else number
 
 
 _LIFELESS = PLAIN | {FakeTensor}

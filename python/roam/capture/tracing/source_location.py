@@ -65,10 +65,13 @@ def _classify(code: CodeType) -> int:
 @functools.lru_cache(maxsize=1024)
 def _tried(code: CodeType) -> list[tuple[int, int]]:
     """The ranges of a function's instructions that are in a `try`, by their first offset and the
-    offset after them. Blocks of `with` count as if they let errors through.
+    offset after them. Blocks of `with` count as if they let errors through, except where the
+    function names `suppress` (of contextlib).
     """
+    suppresses = "suppress" in code.co_names or "suppress" in code.co_freevars
     if sys.version_info < (3, 11):
-        is_trying = any(one.opname == "SETUP_FINALLY" for one in dis.get_instructions(code))
+        trying = ("SETUP_FINALLY", "SETUP_WITH" if suppresses else "")
+        is_trying = any(one.opname in trying for one in dis.get_instructions(code))
         return [(0, len(code.co_code))] if is_trying else []
     if not code.co_exceptiontable:
         return []
@@ -83,7 +86,7 @@ def _tried(code: CodeType) -> list[tuple[int, int]]:
         if target is None:
             return False
         is_handler = names[target] == "PUSH_EXC_INFO"  # not what tidies up after a handler
-        if is_handler and names[after[target]] != "WITH_EXCEPT_START":
+        if is_handler and (suppresses or names[after[target]] != "WITH_EXCEPT_START"):
             return True
         return target > at and is_handled(target)  # the block around it
 
