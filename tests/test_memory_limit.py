@@ -687,7 +687,9 @@ def test_a_refusal_names_a_budget_that_is_enough_for_every_step() -> None:
     with pytest.raises(roam.PlanError) as refused:
         run("60%")
     assert refused.value.code == "memory_floor"
-    enough = re.search(r"enough for every step, .* is memory=(\d+)$", str(refused.value))
+    enough = re.search(
+        r"enough for every step that runs as this one does, .* is memory=(\d+)$", str(refused.value)
+    )
     assert enough is not None, refused.value
     assert refused.value.least_bytes == int(enough[1])
     run(int(enough[1]))

@@ -341,8 +341,8 @@ def choose(
         if refusal is None:
             return choices
         enough = PlanError(
-            f"{refusal}. The least that was found to be enough for every step, the first one "
-            f"included, is memory={limit_bytes}",
+            f"{refusal}. The least that was found to be enough for every step that runs as this one does, the first one included, is "
+            f"memory={limit_bytes}",
             code=refusal.code,
             operator=refusal.operator,
             position=refusal.position,
