@@ -480,11 +480,8 @@ def _layouts(program: Program) -> tuple[Any, Any]:
     """Layouts over devices, and forms of wrappers, of what is there before and of what is left."""
     left: list[tuple[str | int, Joined]] = [
         *program.result.joined.items(),
-        *(
-            (one.reference.path, one.joined)
-            for one in (*program.of(Rebind), *program.of(Assemble))
-            if one.joined is not None
-        ),
+        *((one.reference.path, one.joined) for one in program.of(Rebind) if one.joined is not None),
+        *((one.reference.path, one.joined) for one in program.of(Assemble) if one.joined),
     ]
     return program.given_layouts, {
         place: (one.layout, None if one.reference is None else one.reference.path)
