@@ -509,7 +509,7 @@ def test_a_pass_keeps_every_effect(kind: Any) -> None:
     parts = {name: special.get(name, SimpleNamespace(path=name)) for name in names}
 
     def naming(slot: int) -> dict[str, Any]:
-        named = {"slot": slot, "arguments": ([Ref(slot)], {}), "position": 0}
+        named = {"slot": slot, "slots": (slot,), "arguments": ([Ref(slot)], {}), "position": 0}
         return parts | {name: value for name, value in named.items() if name in parts}
 
     program.effects = [kind(**naming(1))]

@@ -310,6 +310,28 @@ def test_refused(step: Step, held: Callable[[], Any], text: str) -> None:
     assert text in str(error.value)
 
 
+def test_a_number_that_changes_may_not_be_in_a_context() -> None:
+    class Noted(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            (group,) = self.param_groups
+            (parameter,) = group["params"]
+            self.state[parameter]["last"] = Scaled(
+                parameter.grad, parameter.grad.sum(), group["lr"]
+            )
+
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = Noted([parameter], {"lr": 0.1})
+
+    def step() -> None:
+        parameter.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(roam.CaptureError, match="keeps a number in its context") as error:
+        roam.compile(step)()
+    assert error.value.code == "subclass"
+
+
 # -- functions that torch.compile has compiled
 
 

@@ -481,7 +481,11 @@ def _layouts(program: Program) -> tuple[Any, Any]:
     left: list[tuple[str | int, Joined]] = [
         *program.result.joined.items(),
         *((one.reference.path, one.joined) for one in program.of(Rebind) if one.joined is not None),
-        *((one.reference.path, one.joined) for one in program.of(Assemble)),
+        *(
+            (one.reference.path, one.joined)
+            for one in program.of(Assemble)
+            if one.joined is not None
+        ),
     ]
     return program.given_layouts, {
         place: (one.layout, None if one.reference is None else one.reference.path)

@@ -219,7 +219,7 @@ class Assemble(Effect):
     stage = 3
     reference: Any
     slots: tuple[int, ...]
-    joined: Joined
+    joined: Joined | None
 
     def key(self) -> Any:
         return self.reference.path, len(self.slots)
@@ -232,6 +232,7 @@ class Assemble(Effect):
         return replace(self, slots=tuple(ref.slot for ref in given))
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        assert self.joined is not None, "a trace has found its form"
         if id(getattr(self.reference, "optimizer", None)) not in ending.skipped:
             _set(self.reference, ending.joined(given, self.joined), ending)
 

@@ -20,7 +20,8 @@ import torch
 
 from roam.errors import CaptureError
 from roam.state.equality import is_plain, same
-from roam.state.nests import alike
+from roam.state.live_scalars import is_live
+from roam.state.nests import alike, leaves_of
 from roam.torch_compat.private import (
     COMMON_TENSORS,
     FakeTensor,
@@ -182,6 +183,10 @@ def checked_form(wrapper: Any, path: str) -> Form:
         raise
     except Exception as error:  # noqa: BLE001 - of the class's own code
         refuse(f"cannot be taken apart ({type(error).__name__}: {error}); use plain tensors")
+    if any(map(is_live, leaves_of(_contexts(form)))):
+        refuse(
+            "keeps a number in its context that changes from call to call, or that the step computes; keep it in a tensor"
+        )
     if kept != form:
         refuse(
             f"has a context that does not equal a copy of itself ({form.context!r}); give what is "
@@ -203,6 +208,11 @@ def checked_form(wrapper: Any, path: str) -> Form:
                 "let it name the tensor"
             )
     return kept
+
+
+def _contexts(form: Form) -> list[Any]:
+    """The context of a form, and those of the wrappers inside."""
+    return [form.context, *(_contexts(part) for _, part in form.parts if part is not None)]
 
 
 def _named_parts(wrapper: Any) -> Iterator[tuple[str, Any]]:
