@@ -1,44 +1,50 @@
-"""`roam bench shapes`: every length is captured once, and what it reports is of that."""
+"""`roam bench shapes`: one plan for many sizes beside eager PyTorch, and the table of both."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
 pytest.importorskip("rich")
 
-from roam.cli import main
-from roam_bench import shapes
+from roam_bench import shapes, shapes_zoo
+from roam_bench.architectures import architectures
 
 
-def test_every_length_comes_and_the_order_stays_the_same() -> None:
-    order = shapes._order(24, 200)
-    assert len(order) == 200
-    assert sorted(set(order)) == list(range(16, 16 + 4 * 24, 4))
-    assert order == shapes._order(24, 200)
+@pytest.mark.parametrize("name", shapes.FAMILIES)
+def test_batches_differ_in_size_and_stay_the_same(name: str) -> None:
+    _, batch_of = shapes.FAMILIES[name]
+    seen = [{key: value.shape for key, value in batch_of(place, 1).items()} for place in range(4)]
+    assert len({str(one) for one in seen}) > 1
+    for place in range(4):
+        assert all(
+            value.equal(batch_of(place, 1)[key]) for key, value in batch_of(place, 1).items()
+        )
+    padded = [size for value in batch_of(0, 32).values() for size in value.shape]
+    assert any(size % 32 == 0 for size in padded)
 
 
-def test_one_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["shapes", "1", "3", "8"])
-    shapes.main()
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert row["captures"] == 3
-    assert row["is_equal"]
-    stages = [row[f"later_{stage}_cpu_s"] for stage in ("capture", "kernels", "plan", "first_run")]
-    assert all(seconds >= 0 for seconds in stages)
-    assert 0 < row["later_capture_cpu_s"] < row["first_capture_cpu_s"]
-    record = {"rows": [{"layers": 1, **row}]}
-    assert "3 of 3 lengths" in shapes.rows_table(record).markdown()  # type: ignore[arg-type]
+def test_a_row_of_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_WIDTH", 16)
+    monkeypatch.setattr(shapes, "_LAYERS", 1)
+    rows = []
+    for way in ("eager", "roam", "roam, padded to 64"):
+        made = shapes.measured("GPT-2", way, 4)
+        rows.append({"family": "GPT-2", "way": way, **made})
+    eager, planned, padded = rows
+    assert eager["captures"] is None
+    assert planned["captures"] == 2
+    assert planned["digest"] == eager["digest"] != padded["digest"]
+    text = shapes.rows_table({"rows": rows}).markdown()
+    assert "equal" in text
+    assert "different" not in text
 
 
-def test_steps_have_to_be_more_than_lengths(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(["bench", "shapes", "--lengths", "4", "--steps", "4", "--output", str(tmp_path)]) != 0
-    )
-    assert "--steps 4" in capsys.readouterr().err
+def test_architectures_take_other_sizes() -> None:
+    known: dict[str, Any] = {one.name: one for one in architectures()}
+    assert list(shapes_zoo._changes(known["resnet18"])) == ["batch", "image"]
+    row = shapes_zoo._try(known["Bert"], "length")
+    assert row == {"outcome": "one plan", "captures": 2, "reason": ""}

@@ -190,20 +190,17 @@ def _first_call(command: _Command) -> None:
 def _shapes(command: _Command) -> None:
     made = command(
         "shapes",
-        "train GPT-2 on sequence lengths in random order, by plan and eagerly",
-        "torch",
-        "transformers",
+        "train models on batches of another size at nearly every step, by one plan and in other ways",
+        *_MODELS,
     )
+    _only(made, "family of models, or architecture")
+    _count(made, "--steps", 300, "how many steps")
     made.add_argument(
-        "--layers",
-        type=positive_integer,
-        action="append",
-        default=[],
-        metavar="N",
-        help="only a model with N layers; may be given several times (default 2, 8 and 12)",
+        "--architectures",
+        action="store_true",
+        help="instead the architectures of 'roam bench zoo', and whether one plan holds for more sizes "
+        "than those that were captured",
     )
-    _count(made, "--lengths", 24, "how many sequence lengths")
-    _count(made, "--steps", 200, "how many steps")
 
 
 def _compiled(command: _Command) -> None:

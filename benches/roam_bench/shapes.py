@@ -1,118 +1,240 @@
-"""What sequence lengths in random order cost a compiled step, beside eager PyTorch: `roam bench
-shapes`.
+"""What batches of another size at nearly every step cost, eagerly, by plan, padded, and with
+`torch.compile`: `roam bench shapes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
+import random
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from roam_bench.results import BenchError, Record, Row, Task, row_of_process
-from roam_bench.run import Benchmark, Column, Table
+from roam_bench import shapes_zoo
+from roam_bench.results import Record, Row, Task, row_of_process
+from roam_bench.run import Benchmark, Column, Table, check_named
 
-if TYPE_CHECKING:
-    from roam.runtime.timings import Timings
-
-LAYERS = (2, 8)
-"""Of the small models; GPT-2 small comes last."""
-SMALL = 12
-_WIDTHS = {SMALL: (768, 12, 50257)}
-"""(channels, heads, tokens) by layers; a small model has 64, 4 and 500."""
-_STAGES = ("capture", "kernels", "plan", "first_run")
-_SHORTEST, _FURTHER = 16, 4
-_ASKED = 50
+_SHORTEST, _LONGEST = 40, 300
+_WIDTH, _LAYERS, _HEADS, _TOKENS = 128, 4, 4, 1000
+_BATCH = 4
+_WAYS = ("eager", "roam", "roam, padded to 32", "roam, padded to 64", "torch.compile")
+_MIB = 2**20
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
-    """One row for each number of layers."""
-    if arguments.steps <= arguments.lengths:
-        raise BenchError(
-            f"shapes: --steps {arguments.steps} is too few: the first step of each of {arguments.lengths} lengths is not timed; pass more steps than lengths"
-        )
-    layers = tuple(arguments.layers) or (*LAYERS, SMALL)
+    """A row for each family and way to train it, or one for each architecture."""
+    if arguments.architectures:
+        return shapes_zoo.benchmark(arguments)
+    check_named(arguments.only, FAMILIES)
     tasks = [
-        Task({"layers": number}, partial(_measure, number, arguments.lengths, arguments.steps))
-        for number in layers
+        Task({"family": name, "way": way}, partial(_measure, name, way, arguments.steps))
+        for name in FAMILIES
+        if name in (arguments.only or FAMILIES)
+        for way in _WAYS
     ]
-    settings = {"layers": list(layers), "lengths": arguments.lengths, "steps": arguments.steps}
-    return Benchmark("shapes", settings, tasks, _COLUMNS)
+    settings = {"only": arguments.only, "steps": arguments.steps}
+    return Benchmark("shapes", settings, tasks, _COLUMNS, lambda record: [rows_table(record)])
 
 
-def _measure(*numbers: int) -> Row:
-    return row_of_process(f"shapes, {numbers[0]} layers", __name__, *numbers)
+def _measure(name: str, way: str, steps: int) -> Row:
+    """Nothing that one row leaves in its process is there for the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Compiled in the process itself and its children, whose time is known once they end.
+        settings = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        return row_of_process(f"{name}, {way}", __name__, name, way, steps, **settings)
 
 
 def rows_table(record: Record) -> Table:
-    """Every model."""
-    return Table("Many shapes", _COLUMNS, record["rows"])
+    """Every family, each way beside eager PyTorch."""
+    eager = {row["family"]: row for row in record["rows"] if row["way"] == "eager"}
+    rows = [
+        {**row, "eager": before}
+        for row in record["rows"]
+        if (before := eager.get(row["family"])) is not None
+    ]
+    return Table("Many shapes", (*_COLUMNS[:-1], *_BESIDE, _COLUMNS[-1]), rows)
 
 
-def _seconds(*names: str) -> Callable[[Row], str]:
-    return lambda row: " / ".join(f"{row[name]:.2f}" for name in names)
+def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
 
 
-def _milliseconds(*names: str) -> Callable[[Row], str]:
-    return lambda row: " / ".join(f"{row[name] * 1e3:.2f}" for name in names)
+def _captures(row: Row) -> str:
+    return "" if row.get("captures") is None else str(row["captures"])
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(name) is None else f"{row[name] / row['eager'][name]:.2f}"
+
+
+def _bits(row: Row) -> str:
+    if row.get("digest") is None or "padded" in row["way"]:  # other batches
+        return ""
+    return "equal" if row["digest"] == row["eager"]["digest"] else "different"
 
 
 _COLUMNS = (
-    Column("layers, width", lambda row: f"{row['layers']}, {row['width']}", right=False),
-    Column("captures", lambda row: f"{row['captures']} of {row['lengths']} lengths"),
-    Column("first, s", _seconds("first_cpu_s")),
-    Column("a later one", _seconds("later_cpu_s")),
-    *(
-        Column(
-            stage.replace("_", " ").replace("plan", "planning"), _seconds(f"later_{stage}_cpu_s")
-        )
-        for stage in _STAGES
-    ),
-    Column("later : first", _seconds("later_share")),
-    Column("a step by plan / eagerly, ms", _milliseconds("planned_cpu_s", "eager_cpu_s")),
-    Column(
-        "finding the plan: of one / of all, ms", _milliseconds("find_one_cpu_s", "find_all_cpu_s")
-    ),
-    Column("growth, MiB", lambda row: f"{row['growth_bytes'] / 2**20:.1f}"),
-    Column("bits", lambda row: "equal" if row["is_equal"] else "different"),
+    Column("family", lambda row: row["family"], right=False),
+    Column("way", lambda row: row["way"], right=False),
+    Column("captures", _captures),
+    Column("CPU time, s", _number("cpu_s", "{:.1f}")),
+    Column("a step, ms", _number("later_step_s", "{:.1f}", 1e-3)),
+    Column("growth, MiB", _number("growth_bytes", "{:.0f}", _MIB)),
+    Column("note", lambda row: row.get("note", ""), right=False),
+)
+_BESIDE = (
+    Column("time : eager's", _share("cpu_s")),
+    Column("step : eager's", _share("later_step_s")),
+    Column("bits", _bits, right=False),
 )
 
 
-def _made(layers: int) -> tuple[Callable[..., Any], int]:
-    """A step of GPT-2 with so many layers, and how many tokens there are."""
-    import torch
+def _text_model(name: str) -> Any:
     import transformers
 
-    width, heads, tokens = _WIDTHS.get(layers, (64, 4, 500))
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=width,
-        n_head=heads,
-        vocab_size=tokens,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
+    shared = {"vocab_size": _TOKENS, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+    wide = {
+        "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,
+        "max_position_embeddings": 512, "pad_token_id": 0,
+    }  # fmt: skip
+    if name == "GPT-2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_embd=_WIDTH, n_layer=_LAYERS, n_head=_HEADS, n_positions=512, **shared
+            )
+        )
+    if name == "Llama":
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(num_key_value_heads=2, intermediate_size=352, **wide, **shared)
+        )
+    if name == "BERT":
+        return transformers.BertForSequenceClassification(
+            transformers.BertConfig(intermediate_size=512, num_labels=4, **wide, **shared)
+        )
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=_WIDTH, d_kv=32, d_ff=512, num_layers=_LAYERS, num_heads=_HEADS, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=2, vocab_size=_TOKENS, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _vit() -> Any:
+    from torchvision.models import VisionTransformer
+
+    return _classifier(VisionTransformer(32, 4, _LAYERS, _HEADS, _WIDTH, 512, 0.1, num_classes=10))
+
+
+def _convolutional() -> Any:
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    channels = 3
+    for wide in (32, 64, 128, _WIDTH)[:_LAYERS]:
+        layers += [nn.Conv2d(channels, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU(), nn.MaxPool2d(2)]  # fmt: skip
+        channels = wide
+    return _classifier(
+        nn.Sequential(
+            *layers,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.1),
+            nn.Linear(channels, 10),
+        )
     )
-    model = transformers.GPT2LMHeadModel(config)
+
+
+def _classifier(net: Any) -> Any:
+    from torch import nn
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, images: Any, labels: Any) -> Any:
+            return nn.functional.cross_entropy(self.net(images), labels)
+
+    return Classifier()
+
+
+def _texts(name: str, place: int, padding: int) -> dict[str, Any]:
+    """A batch padded to its longest text, or to the next multiple of `padding`."""
+    import torch
+
+    draw, generator = random.Random(place), torch.Generator().manual_seed(place)
+    longest = draw.randint(_SHORTEST, _LONGEST)
+    lengths = [longest, *(draw.randint(20, longest) for _ in range(_BATCH - 1))]
+    width = _padded(longest, padding)
+    ids = torch.randint(3, _TOKENS, (_BATCH, width), generator=generator)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = ids.masked_fill(~mask, 0)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    if name == "BERT":
+        batch["labels"] = torch.randint(0, 4, (_BATCH,), generator=generator)
+    elif name == "T5":
+        shares = [max(8, int(length * draw.uniform(0.3, 0.9))) for length in lengths]
+        width = _padded(max(shares), padding)
+        outside = torch.arange(width) >= torch.tensor(shares)[:, None]
+        labels = torch.randint(3, _TOKENS, (_BATCH, width), generator=generator)
+        batch["labels"] = labels.masked_fill(outside, -100)
+    else:
+        batch["labels"] = ids.masked_fill(~mask, -100)
+    return batch
+
+
+def _images(name: str, place: int, padding: int) -> dict[str, Any]:
+    """Images of one size in batches of another, or the other way round."""
+    import torch
+
+    draw, generator = random.Random(place), torch.Generator().manual_seed(place)
+    samples = _padded(draw.randint(2, 40), padding) if name == "ViT" else _BATCH
+    size = 32 if name == "ViT" else _padded(draw.randint(32, 128), padding)
+    images = torch.randn(samples, 3, size, size, generator=generator)
+    return {"images": images, "labels": torch.randint(0, 10, (samples,), generator=generator)}
+
+
+def _padded(size: int, padding: int) -> int:
+    return -(-size // padding) * padding
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., dict[str, Any]]]] = {
+    **{
+        name: (partial(_text_model, name), partial(_texts, name))
+        for name in ("GPT-2", "Llama", "BERT", "T5")
+    },
+    "ViT": (_vit, partial(_images, "ViT")),
+    "convolutional": (_convolutional, partial(_images, "convolutional")),
+}
+"""For each family its model and its batches: of texts of another length, T5's with two lengths;
+for ViT of another number of samples; for the convolutional network of images of another size."""
+
+
+def _step_of(model: Any) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def train_step(ids: Any) -> Any:
+    def train_step(batch: dict[str, Any]) -> Any:
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
+        output = model(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.detach()
 
-    return train_step, tokens
+    return train_step, optimizer
 
 
 def _resident_bytes() -> int:
     """What the process holds of memory now; 0 if the system does not say."""
-    import os
-
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,80 +242,79 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _order(lengths: int, steps: int) -> list[int]:
-    """The length of each step: every length comes, in random order."""
-    import random
-
-    source = random.Random(0)
-    known = [_SHORTEST + _FURTHER * number for number in range(lengths)]
-    order = known + source.choices(known, k=steps - lengths)
-    source.shuffle(order)
-    return order
+def _processor_s() -> float:
+    """Of this process and its children."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
-def main() -> None:
-    """Measures one model in this process, and prints its row."""
-    import gc
-    import time
-    from statistics import median
+def _bytes_of(value: Any) -> bytes:
+    import torch
 
+    return bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def measured(name: str, way: str, steps: int) -> Row:
+    """Trains one family in one way.
+
+    Returns:
+        ``digest`` of every loss and of the final parameters and states; ``cpu_s`` of all steps;
+        ``later_step_s``, the mean of those after the last capture; ``captures``; ``growth_bytes``
+        of the process since the second capture (eagerly: since the second step).
+    """
     import torch
 
     import roam
-    from roam.state.step_call import StepCall
 
-    layers, lengths, steps = map(int, sys.argv[1:])
-    function, tokens = _made(layers)
-    step = roam.compile(function)
-    order = _order(lengths, steps)
-    batches = {length: torch.randint(tokens, (2, length)) for length in sorted(set(order))}
-
-    def taken(run: Callable[[], Any]) -> tuple[float, Any]:
-        start = time.process_time()
-        result = run()
-        return time.process_time() - start, result
-
-    def finding(length: int) -> float:
-        def find() -> Any:
-            return step._captures.find(StepCall((batches[length],), {}), step._known.taker)
-
-        return median(taken(find)[0] for _ in range(_ASKED))
-
+    torch.set_num_threads(1)
+    make, batch_of = FAMILIES[name]
+    torch.manual_seed(0)
+    model = make()
+    model.train()
+    function, optimizer = _step_of(model)
+    step: Any = function
+    if way.startswith("roam"):
+        step = roam.compile(function, sizes=way == "roam")
+    elif way == "torch.compile":
+        model.compile(dynamic=True)
+    padding = int(way.rpartition(" ")[2]) if "padded" in way else 1
+    digest, seconds, captured_at, known, settled = hashlib.sha256(), [], list[int](), None, 0
     torch.manual_seed(1)
-    captured: list[tuple[float, Timings | None]] = []
-    planned, losses, find_one, settled, known = [], [], 0.0, 0, step.timings
-    for place, length in enumerate(order):
-        seconds, loss = taken(partial(step, batches[length]))
-        losses.append(loss)
-        if step.timings is not known:
-            known = step.timings
-            captured.append((seconds, known))
-        else:
-            planned.append(seconds)
-        if len(captured) == 1 and not find_one:
-            find_one = finding(length)
-        if not settled and len(set(order[: place + 1])) == lengths:
-            gc.collect()
+    for place in range(steps):
+        batch = batch_of(place, padding)
+        start = _processor_s()
+        loss = step(batch)
+        seconds.append(_processor_s() - start)
+        digest.update(_bytes_of(loss))
+        timings = getattr(step, "timings", None)
+        if timings is not known:
+            known = timings
+            captured_at.append(place)
+        if len(captured_at) <= 2 and place == (captured_at or [1])[-1]:
             settled = _resident_bytes()
-    gc.collect()
     growth = _resident_bytes() - settled
-    find_all = finding(order[-1])
-    eager, _ = _made(layers)
-    torch.manual_seed(1)
-    timed = [taken(partial(eager, batches[length])) for length in order]
-    row = {
-        "width": _WIDTHS.get(layers, (64,))[0], "lengths": lengths, "steps": steps, "captures": len(captured),
-        "first_cpu_s": captured[0][0], "later_cpu_s": median(seconds for seconds, _ in captured[1:]),
-        "planned_cpu_s": median(planned), "eager_cpu_s": median(seconds for seconds, _ in timed[lengths:]),
-        "find_one_cpu_s": find_one, "find_all_cpu_s": find_all, "growth_bytes": growth,
-        "is_equal": all(torch.equal(one, other) for one, (_, other) in zip(losses, timed, strict=True)),
+    state = [*model.state_dict().values(), *(
+        value for values in optimizer.state_dict()["state"].values() for value in values.values()
+    )]  # fmt: skip
+    for value in state:
+        digest.update(_bytes_of(value))
+    later = seconds[(captured_at or [1])[-1] + 1 :]
+    return {
+        "captures": len(captured_at) if way.startswith("roam") else None, "cpu_s": sum(seconds),
+        "later_step_s": sum(later) / len(later) if later else None, "growth_bytes": growth,
+        "digest": digest.hexdigest(), "note": "",
     }  # fmt: skip
-    row["later_share"] = row["later_cpu_s"] / row["first_cpu_s"]
-    for stage in _STAGES:
-        row[f"first_{stage}_cpu_s"] = getattr(captured[0][1], stage).cpu_s
-        row[f"later_{stage}_cpu_s"] = median(
-            getattr(timings, stage).cpu_s for _, timings in captured[1:]
-        )
+
+
+def main() -> None:
+    """Measures one row in this process, and prints it."""
+    name, way, steps = sys.argv[1:]
+    try:
+        row = measured(name, way, int(steps))
+    except Exception as error:
+        if way != "torch.compile":
+            raise
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        row = {"note": f"{type(error).__name__}: {first}"[:160]}
     sys.stdout.write(json.dumps(row) + "\n")
 
 

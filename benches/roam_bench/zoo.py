@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -132,20 +132,21 @@ def _try(architecture: Architecture) -> tuple[str, str, Plan]:
     torch.manual_seed(_SEED)
     model, inputs = architecture.make()
     model.train()
-    expected = _outcome(train_step, copy.deepcopy(model), inputs)
+    batches = [inputs] * _STEPS
+    expected = outcome_of(train_step, copy.deepcopy(model), batches)
     step = compile_step(train_step)
-    found = _outcome(step, model, inputs)
+    found = outcome_of(step, model, batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return *_compared(expected, found), step.plan(model, optimizer, inputs)
+    return *compared(expected, found), step.plan(model, optimizer, inputs)
 
 
-def _outcome(
-    step: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, Any]
+def outcome_of(
+    step: Callable[..., Any], model: torch.nn.Module, batches: Sequence[dict[str, Any]]
 ) -> list[tuple[str, Any]]:
     """Losses, and parameters, buffers, optimizer state and random state after the last step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(_SEED)
-    losses = [step(model, optimizer, inputs) for _ in range(_STEPS)]
+    losses = [step(model, optimizer, inputs) for inputs in batches]
     left = {
         "loss": losses, "model": dict(model.named_parameters()) | dict(model.named_buffers()),
         "optimizer": optimizer.state_dict()["state"], "random state": torch.get_rng_state(),
@@ -154,7 +155,8 @@ def _outcome(
     return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
-def _compared(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> tuple[str, str]:
+def compared(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> tuple[str, str]:
+    """Whether two such outcomes are equal, and where they differ."""
     if [path for path, _ in expected] != [path for path, _ in found]:
         return "different", "other tensors exist after the steps"
     for (path, one), (_, other) in zip(expected, found, strict=True):

@@ -336,9 +336,10 @@ class FakeState:
 
     def globals_of_users(self) -> list[dict[str, Any]]:
         """The globals of the user's functions, and of the modules in which the classes of the
-        step's modules are.
+        step's modules are, and those of tensors of others' classes.
         """
         modules = {type(module).__module__ for _, module in self.reach.modules}
+        modules |= {kind.__module__ for kind in self.identities.own_classes()}
         found = [
             vars(sys.modules[name])
             for name in modules
