@@ -1450,6 +1450,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "CALLS": _module_calls,
     "COMMON_TENSORS": lambda: torch.Tensor in private.COMMON_TENSORS,
     "is_wrapper_subclass": _takes_wrappers_apart,
+    "assert_that": lambda: private.assert_that(True, "what is not so") is None,
     "C_NN": lambda: callable(private.C_NN.cross_entropy_loss),
     "ENGINE_CODE": _engine_runs,
     "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),

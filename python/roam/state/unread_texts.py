@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from roam.own_code import is_own_file
+from roam.torch_compat.private import assert_that
 
 _TORCH = torch.__file__
 _PARTS = (
@@ -34,7 +35,7 @@ def is_unread() -> bool:
         return False
     at = _positions(frame.f_code)[frame.f_lasti // 2]
     for message, function in _messages(frame.f_code.co_filename):
-        if _is_inside(at, message) and _named(frame, function) is torch._assert:
+        if _is_inside(at, message) and _named(frame, function) is assert_that:
             return True
     return False
 

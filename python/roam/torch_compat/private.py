@@ -1496,6 +1496,7 @@ def tensor_text(tensor: torch.Tensor, suffix: str) -> str:
 C: Any = torch._C
 """PyTorch's functions in C++."""
 C_NN: Any = torch._C._nn
+assert_that: Any = torch._assert
 """Those of `torch.nn.functional`."""
 VF: Any = torch._VF
 """Functions of variables: recurrent layers and packed sequences."""
@@ -1532,6 +1533,7 @@ __all__ = [
     "all_gather_single",
     "aot_autograd",
     "as_written",
+    "assert_that",
     "attention_order",
     "backend_classes",
     "backend_name",
