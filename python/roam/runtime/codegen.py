@@ -77,8 +77,6 @@ class GeneratedSource:
             self._awaited.setdefault(after, []).append(event)
         self._steps = {index: step for step, index in enumerate(bindings.order)}
         self._names = _Names()
-        self._symbolic: list[str] | None = None
-        """Names of the constants that hold numbers which follow from symbols."""
         numbered = list(self._numbered())
         self.source = "\n".join(line for _, line in numbered)
         self.steps = [-1, *(step for step, _ in numbered)]
@@ -88,25 +86,19 @@ class GeneratedSource:
         self.run: Run = self._names.values["run"]
         self.code: CodeType = self._names.values["run"].__code__
 
-    def with_constants(
-        self, new: Callable[[Any], Any], others: Mapping[int, Callable[[], Any]]
-    ) -> Run:
-        """The function with other constants.
+    def symbolic(self) -> dict[str, Any]:
+        """The constants that hold numbers which follow from symbols, by their names."""
+        return {
+            name: value for name, value in self._names.values.items() if any(expressions_in(value))
+        }
 
-        Args:
-            new: gives what stands for a nest of numbers that follow from symbols.
-            others: by identity, what makes the constants to be put in the places of other ones.
-        """
-        values = self._names.values
-        if self._symbolic is None:
-            self._symbolic = [name for name, value in values.items() if any(expressions_in(value))]
-        known = dict(values)
-        for name in self._symbolic:
-            known[name] = new(values[name])
-        for key, make in others.items():
-            if (known_as := self._names.name_of(key)) is not None:
-                known[known_as] = make()
-        return FunctionType(self.code, known)
+    def name_of(self, value: Any) -> str | None:
+        """The name of a constant; None if it is none."""
+        return self._names.name_of(id(value))
+
+    def with_constants(self, others: Mapping[str, Any]) -> Run:
+        """The function with other constants in the places of those of these names."""
+        return FunctionType(self.code, {**self._names.values, **others})
 
     def _numbered(self) -> Iterator[tuple[int, str]]:
         """All lines, each with its step."""

@@ -9,9 +9,8 @@ checked by the first run at each size.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from roam.program.ir import TensorMeta
 from roam.program.resized import expressions_of
 from roam.runtime.bindings import Bindings
 from roam.runtime.codegen import GeneratedSource, Run, Watcher
-from roam.state.sizes import Evaluator, expressions_in, replaced
+from roam.state.sizes import Evaluator, expressions_in
 
 _MOST = 32
 """How many tables are kept."""
@@ -36,6 +35,18 @@ class Generated:
     run: Run
     code: CodeType
     steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text, with what differs from size to size: the names of constants and views, and what makes
+    the former and the latter's layouts, in this order, of the expressions' values.
+    """
+
+    source: GeneratedSource
+    constants: list[str]
+    views: list[tuple[str, TensorMeta]]
+    nests: Callable[[list[Any]], list[Any]]
 
 
 class Lengths:
@@ -57,17 +68,18 @@ class Lengths:
     ) -> None:
         self._bindings, self._plan, self._symbols = bindings, plan, symbols
         self._evaluator = Evaluator(expressions_of(bindings.program), symbols)
-        self._sizes_bytes = [
+        self._sizes_bytes: list[tuple[int, Any]] = [
             (place, storage.size_bytes)
             for place, storage in enumerate(bindings.program.storages)
             if any(expressions_in(storage.size_bytes))
         ]
-        self._sized_views = {
-            id(view): meta
+        sized_views = {
+            id(view): (view, meta)
             for slot, view in bindings.views.items()
             if (meta := bindings.program.slots[slot]) is not None
             and any(expressions_in((meta.shape, meta.stride, meta.offset)))
         }
+        self._sized_views = list(sized_views.values())
         self._checked = self._text(None, checks=True)
         self._passed: set[tuple[int, ...]] = set()
         self._leaves_out = any(
@@ -85,7 +97,8 @@ class Lengths:
 
     def watch(self, watcher: Watcher | None) -> None:
         """From now on the watcher is told of every call."""
-        self.source = self._text(watcher)
+        self._unchecked = self._text(watcher)
+        self.source = self._unchecked.source
         self._watcher = watcher
         self._tables.clear()
 
@@ -99,7 +112,7 @@ class Lengths:
             return known
         if values not in self._passed and self._watcher is None:
             return self._table(self._checked, values)
-        made = self._tables[values] = self._table(self.source, values)
+        made = self._tables[values] = self._table(self._unchecked, values)
         if len(self._tables) > _MOST:
             self._tables.popitem(last=False)
         return made
@@ -111,38 +124,47 @@ class Lengths:
         if not self._leaves_out and self._watcher is None:
             self._passed.add(values)
 
-    def _text(self, watcher: Watcher | None, *, checks: bool = False) -> GeneratedSource:
-        return GeneratedSource(
+    def _text(self, watcher: Watcher | None, *, checks: bool = False) -> _Text:
+        source = GeneratedSource(
             self._bindings, self._plan, None, watcher, checks=self._differs if checks else None
         )
+        constants = source.symbolic()
+        views = {
+            name: meta
+            for view, meta in self._sized_views
+            if (name := source.name_of(view)) is not None
+        }
+        return _Text(
+            source,
+            list(constants),
+            list(views.items()),
+            self._evaluator.nests(
+                [*constants.values()]
+                + [(meta.shape, meta.stride, meta.offset) for meta in views.values()]
+            ),
+        )
 
-    def _table(self, source: GeneratedSource, values: tuple[int, ...]) -> Generated:
+    def _table(self, text: _Text, values: tuple[int, ...]) -> Generated:
         known, places = self._evaluator.values(*values), self._evaluator.places
-
-        def new(number: Any) -> Any:
-            return known[places[number.expression]]
-
         for storage, size_bytes in self._sizes_bytes:
-            if new(size_bytes) > size_bytes:
+            if known[places[size_bytes.expression]] > size_bytes:
                 raise ExecutionError(
                     f"{self._bindings.program.storages[storage].name} takes more memory at sizes {values} than at larger "
                     "ones, for which the plan is made; please report it",
                     code="differs_from_capture",
                 )
         pool, offsets = self._bindings.pool, self._bindings.offsets
-
-        def view(meta: TensorMeta) -> torch.Tensor:
-            assert pool is not None, "there are views"
-            shape, stride, offset = replaced((meta.shape, meta.stride, meta.offset), new)
-            now = replace(meta, shape=shape, stride=stride, offset=offset)
-            return pool.tensor(now, offsets[meta.storage])
-
+        made = text.nests(known)
+        others = dict(zip(text.constants, made, strict=False))  # views come after these
         with torch.inference_mode(False):
-            run = source.with_constants(
-                lambda value: replaced(value, new),
-                {key: partial(view, meta) for key, meta in self._sized_views.items()},
-            )
-        return Generated(run, source.code, source.steps)
+            for (name, meta), (shape, stride, offset) in zip(
+                text.views, made[len(text.constants) :], strict=True
+            ):
+                assert pool is not None, "there are views"
+                start_bytes = offsets[meta.storage] + offset * meta.dtype.itemsize
+                others[name] = pool.view(meta.dtype, start_bytes, shape, stride)
+        source = text.source
+        return Generated(source.with_constants(others), source.code, source.steps)
 
     def _differs(self, index: int) -> NoReturn:
         call = self._bindings.program.calls[index]

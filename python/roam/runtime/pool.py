@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -108,10 +108,16 @@ class Pool:
         To be made while held.
         """
         assert self.nbytes >= offset_bytes, "the pool is held"
-        start = offset_bytes // meta.dtype.itemsize + meta.offset
+        start_bytes = offset_bytes + meta.offset * meta.dtype.itemsize
+        return self.view(meta.dtype, start_bytes, meta.shape, meta.stride)
+
+    def view(
+        self, dtype: torch.dtype, start_bytes: int, shape: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """A view whose first element lies here. To be made while held."""
         # Unlike a slice of one large tensor it counts its own versions.
-        return torch.empty(0, dtype=meta.dtype, device=self.device).set_(
-            self._storage, start, meta.shape, meta.stride
+        return torch.empty(0, dtype=dtype, device=self.device).set_(
+            self._storage, start_bytes // dtype.itemsize, shape, stride
         )
 
     def range(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:

@@ -832,6 +832,32 @@ class Evaluator:
         exec(f"def values({', '.join(symbols)}):\n    return [{text}]", known)
         self.values: Callable[..., list[Any]] = known["values"]
 
+    def nests(self, nests: Iterable[Any]) -> Callable[[list[Any]], list[Any]]:
+        """One compiled function that makes nests at `values`: those given, with other numbers."""
+        constants: list[Any] = []
+
+        def text(value: Any) -> str:
+            kind = type(value)
+            if kind is Size or kind is SizedFloat:
+                return f"v[{self.places[value.expression]}]"
+            if kind is tuple:
+                return f"({''.join(f'{text(item)}, ' for item in value)})"
+            if kind is list:
+                return f"[{', '.join(map(text, value))}]"
+            if kind is int:
+                return repr(value)
+            if kind is dict:
+                return (
+                    f"{{{', '.join(f'{text(key)}: {text(item)}' for key, item in value.items())}}}"
+                )
+            constants.append(value)
+            return f"c[{len(constants) - 1}]"
+
+        known: dict[str, Any] = {"c": constants}
+        exec(f"def made(v):\n    return [{', '.join(map(text, nests))}]", known)
+        made: Callable[[list[Any]], list[Any]] = known["made"]
+        return made
+
 
 def expressions_in(value: Any) -> Iterator[Expression]:
     """The expressions in a nest of tuples, lists and dictionaries."""
