@@ -99,7 +99,7 @@ class Ranges:
         call: StepCall,
     ) -> CapturedStep | None:
         """A capture of a call that holds for other sizes too, if an earlier one differs from it in
-        sizes alone; None if there is none.
+        sizes alone. If none is found, a capture of the call alone, or None.
 
         Args:
             capture: captures the call; takes `sized`.
@@ -114,18 +114,19 @@ class Ranges:
             key = _key(dims)
             if not dims or self._tries[key] >= _TRIES or before.guards.failure() is not None:
                 continue
+            found = None
             try:
                 found = self._captured(capture, before, known, dims, call)
-                if found is not None:
+                if found.arguments.sizes is not None:
                     return found
-                reason = "it goes another way than at the sizes of earlier calls"
+                reason = "it goes another way if sizes may change"
             except (OneLength, CaptureError) as error:
                 reason = str(error)
                 if isinstance(error, OneLength):
                     self._tries[key] = _TRIES
             self._tries[key] += 1
             replans.info("one plan does not hold for several sizes of this step: %s", reason)
-            return None
+            return found
         return None
 
     def has_failed(self, step: CapturedStep) -> None:
@@ -164,12 +165,13 @@ class Ranges:
                     dims.setdefault(place, {})[dim] = (most, shape[dim])
         try:
             found = self._captured(capture, before, [before], dims, call, is_given=True)
+            if found.arguments.sizes is not None:
+                return found
             reason = "it goes another way if sizes may change"
         except (OneLength, CaptureError) as error:
-            found, reason = None, str(error)
-        if found is None:
-            logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
-        return found or before
+            reason = str(error)
+        logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
+        return before
 
     def _captured(
         self,
@@ -180,7 +182,10 @@ class Ranges:
         call: StepCall,
         *,
         is_given: bool = False,
-    ) -> CapturedStep | None:
+    ) -> CapturedStep:
+        """A capture for many sizes that is, at those of an ordinary capture, the same step; or the
+        ordinary capture of this call.
+        """
         leaves = call.taken(before.arguments.taker).leaves
         names: dict[tuple[Any, int], str] = {}
         seen: dict[str, int] = {}
@@ -212,20 +217,23 @@ class Ranges:
             if symbols.refused is None:
                 shapes = {place: tuple(leaves[place].shape) for place in of_place}
                 sizes = ArgumentSizes(symbols, of_place, shapes, least=least)
-                if any(_is_same_step(step, one, sizes) for one in known):
-                    step.arguments.sizes = sizes
-                    if is_given:
-                        return self.enlarged(step, tuple(seen.values()))
-                    before_now = tuple(earlier.values())
-                    sizes.corners = (before_now,) if symbols.hold(before_now) else ()
-                    return self.enlarged(step, tuple(values.values()))
-                return None
+                if not any(_is_same_step(step, one, sizes) for one in known):
+                    # The earlier ones may be on another side of a condition.
+                    here = capture()
+                    if not _is_same_step(step, here, sizes):
+                        return here
+                step.arguments.sizes = sizes
+                if is_given:
+                    return self.enlarged(step, tuple(seen.values()))
+                before_now = tuple(earlier.values())
+                sizes.corners = (before_now,) if sizes.admits(before_now) else ()
+                return self.enlarged(step, tuple(values.values()))
             if not isinstance(symbols.refused, Narrower):
                 raise symbols.refused
             most, least = dict(symbols.refused.most), symbols.refused.least
             if is_given and any(most[name] < size for name, size in seen.items()):
                 raise symbols.refused
-        return None
+        raise OneLength("the range of its sizes becomes smaller and smaller")
 
     def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
         """The capture at sizes for which it is to be planned: those that are known, and these with
@@ -281,11 +289,7 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
         }
     except (AttributeError, IndexError):  # other arguments
         return False
-    values = tuple(of_before.values())
-    in_range = zip(values, sizes.symbols.most.values(), strict=True)
-    if not all(sizes.least <= value <= most for value, most in in_range) or not sizes.symbols.hold(
-        values
-    ):
+    if not sizes.admits(tuple(of_before.values())):
         return False
     pairs = [(step.first, before.first), (step.steady, before.steady)]
     both = [(one, other) for one, other in pairs if one is not None and other is not None]

@@ -62,6 +62,14 @@ class ArgumentSizes:
         """Of each symbol, the largest value that a corner has."""
         return tuple(map(max, zip(*self.corners, strict=True)))
 
+    def admits(self, values: tuple[int, ...]) -> bool:
+        """Whether the recording holds for values of the symbols, if not the plan."""
+        return (
+            is_within(values, tuple(self.symbols.most.values()))
+            and min(values) >= self.least
+            and self.symbols.hold(values)
+        )
+
     def shape(self, place: int, values: Sequence[int]) -> tuple[int, ...]:
         """What the shape of an argument has to be."""
         of = dict(zip(self.symbols.symbols.values(), values, strict=True))
