@@ -196,6 +196,12 @@ def _shapes(command: _Command) -> None:
     _only(made, "family of models, or architecture")
     _count(made, "--steps", 300, "how many steps")
     made.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="these ways to train alone, such as 'eager' and 'roam'",
+    )
+    made.add_argument(
         "--architectures",
         action="store_true",
         help="instead the architectures of 'roam bench zoo', and whether one plan holds for more sizes "

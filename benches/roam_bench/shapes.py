@@ -23,7 +23,7 @@ from roam_bench.run import Benchmark, Column, Table, check_named
 _SHORTEST, _LONGEST = 40, 300
 _WIDTH, _LAYERS, _HEADS, _TOKENS = 128, 4, 4, 1000
 _BATCH = 4
-_WAYS = ("eager", "roam", "roam, padded to 32", "roam, padded to 64", "torch.compile")
+WAYS = ("eager", "roam", "roam, padded to 32", "roam, padded to 64", "torch.compile")
 _MIB = 2**20
 
 
@@ -36,7 +36,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         Task({"family": name, "way": way}, partial(_measure, name, way, arguments.steps))
         for name in FAMILIES
         if name in (arguments.only or FAMILIES)
-        for way in _WAYS
+        for way in arguments.ways or WAYS
     ]
     settings = {"only": arguments.only, "steps": arguments.steps}
     return Benchmark("shapes", settings, tasks, _COLUMNS, lambda record: [rows_table(record)])
