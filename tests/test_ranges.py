@@ -155,6 +155,26 @@ def test_a_product_of_three_sizes_is_found() -> None:
     assert len(step._captures) == 2
 
 
+def test_sizes_may_be_returned_and_counted() -> None:
+    outcomes = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        net.tokens = 0
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        train = reading(net, optimizer)
+
+        def step(ids: torch.Tensor, net: Any = net, train: Any = train) -> Any:
+            net.tokens += 2 * ids.numel()
+            return train(ids), ids.shape[1], [ids.numel() / ids.shape[0]]
+
+        function: Any = roam.compile(step) if is_planned else step
+        results = [function(ids_of(2, length)) for length in (8, 11, 9, 8, 15, 40, 9)]
+        outcomes.append(tensors_and_numbers(results, net.tokens, net.state_dict()))
+    assert_same_bits(*outcomes)
+    assert len(function._captures) == 2
+
+
 def test_a_later_size_of_a_range_takes_one_trace() -> None:
     net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
     step: Any = roam.compile(reading(net, torch.optim.AdamW(net.parameters())))

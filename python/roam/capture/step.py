@@ -818,7 +818,7 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     looks at their very type.
     """
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
-    if not agrees(live, plain):
+    if not agrees(*(replaced_in(one, plain_number) for one in (live, plain))):
         raise CaptureError(
             "the step does not treat a number that may change (of an optimizer's group, or that "
             "the step keeps) like a plain number: capture puts an object of another type in its "

@@ -21,6 +21,7 @@ from roam.state.equality import same
 from roam.state.messages import BLANK
 from roam.state.nests import alike
 from roam.state.references import ArgumentReference
+from roam.state.sizes import plain_number, replaced
 from roam.state.wrappers import Form
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -65,7 +66,7 @@ def difference(first: Program, second: Program) -> str | None:
             )
     if (unlike := _other_effect(first, second, set())) is not None:
         return unlike
-    if not _is_resized(first.result.leaves, second.result.leaves, set()):
+    if not _is_resized(_leaves(first), _leaves(second), set()):
         return "the results differ"
     if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
@@ -96,7 +97,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and _layouts_are_resized(known, program)
         and _histories(known) == _histories(program)
         and known.result.spec == program.result.spec
-        and _is_resized(known.result.leaves, program.result.leaves, sizes)
+        and _is_resized(_leaves(known), _leaves(program), sizes)
         and _same_values(known.plain_before, program.plain_before)
         and _same_decisions(known, program)
         and _same_guards(known, program, sizes)
@@ -407,6 +408,12 @@ def agrees(live: Program, plain: Program) -> bool:
         and all(map(_fits_text, live.result.messages, plain.result.messages))
         and _same_constants(live.constants, constants)
     )
+
+
+def _leaves(program: Program) -> list[Any]:
+    """The leaves of a program's result, sizes as plain numbers."""
+    found: list[Any] = replaced(program.result.leaves, plain_number)
+    return found
 
 
 def _without_messages(program: Program) -> list[Any]:

@@ -21,6 +21,7 @@ def expressions_of(program: Program) -> Iterator[Expression]:
     for storage in program.storages:
         yield from expressions_in(storage.size_bytes)
     yield from _in_guards(program.computed_guards)
+    yield from expressions_in(program.result.leaves)
 
 
 def _in_guards(guards: Sequence[tuple[ComputedGuard, Any]]) -> Iterator[Expression]:
@@ -110,6 +111,7 @@ def replaced_in(program: Program, new: Callable[[Any], Any]) -> Program:
         slots=slots,
         storages=storages,
         computed_guards=guards_with(program.computed_guards, new),
+        result=replace(program.result, leaves=replaced(program.result.leaves, new)),
     )
 
 

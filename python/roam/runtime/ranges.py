@@ -359,7 +359,6 @@ def _key(dims: Mapping[int, Iterable[int]]) -> tuple[Any, ...]:
 
 def _elsewhere(program: Program) -> Iterator[Expression]:
     """Expressions where a run at other sizes would not find them."""
-    yield from expressions_in(program.result.leaves)
     for effect in program.effects:
         yield from expressions_in(effect.given)
 

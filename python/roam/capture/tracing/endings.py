@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from roam.capture.fake_kernels.sized import recorded_number
 from roam.capture.tracing.fake_identity import hooks_on, is_parameter, own_attributes
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import check_skippable, check_updated
@@ -380,6 +381,8 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
+        elif (size := recorded_number(leaf)) is not None:
+            references.append(size)
         elif (handed := fake_state.stand_ins.stood_for(leaf)) is not None:
             place, value = handed
             made.passed.append((len(references), place))
@@ -752,6 +755,8 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
             or (number is None and reference.path in given)
         ):
             recorder.program.effects.append(SetPlain(reference, number))
+        elif (size := recorded_number(number)) is not None:
+            recorder.program.effects.append(SetPlain(reference, size))
         elif number is not None:
             raise CaptureError(
                 f"the step puts {show(number)} at {reference.path}, where a number was before; keep "

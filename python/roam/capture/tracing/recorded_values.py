@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate import absent
 from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
+from roam.capture.fake_kernels.sized import recorded_number
 from roam.capture.tracing import asked_numbers
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
@@ -59,6 +60,7 @@ from roam.state.live_scalars import (
     nearest,
 )
 from roam.state.references import ArgumentReference, OptimizerReference
+from roam.state.sizes import expressions_in
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import (
     DisableAutocast,
@@ -245,6 +247,8 @@ class Values(Slots):
                 arguments.append(operand)
             elif (slot := self.slot_of(operand)) is not None:
                 arguments.append(ref_to(slot))
+            elif (size := recorded_number(operand)) is not None:
+                arguments.append(size)
             else:
                 self.refuse(
                     "the step was given a symbolic number of another tracer, such as "
@@ -256,6 +260,7 @@ class Values(Slots):
         form = (
             function,
             *(argument if isinstance(argument, Ref) else repr(argument) for argument in arguments),
+            *expressions_in(arguments),  # equal sizes may part
         )
         if form in self._calculated:
             return self._calculated[form]
