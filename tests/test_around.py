@@ -784,25 +784,27 @@ def test_setting_an_environment_variable_in_the_step_is_refused(monkeypatch: Any
     assert os.environ[SCALE] == "1"
 
 
-@pytest.mark.parametrize("before", [None, "1"])
+@pytest.mark.parametrize(
+    ("name", "before"), [(SCALE, None), (SCALE, "1"), ("PYTORCH_NVML_BASED_CUDA_CHECK", None)]
+)
 def test_an_environment_variable_that_the_step_puts_back_is_no_change(
-    before: str | None, monkeypatch: Any
+    name: str, before: str | None, monkeypatch: Any
 ) -> None:
     if before is None:
-        monkeypatch.delenv(SCALE, raising=False)
+        monkeypatch.delenv(name, raising=False)
     else:
-        monkeypatch.setenv(SCALE, before)
+        monkeypatch.setenv(name, before)
 
     def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-        old = os.environ.get(SCALE)
-        os.environ[SCALE] = "2"
+        old = os.environ.get(name)
+        os.environ[name] = "2"
         try:
-            return train(net, optimizer, x * float(os.environ[SCALE]))
+            return train(net, optimizer, x * float(os.environ[name]))
         finally:
             if old is None:
-                del os.environ[SCALE]
+                del os.environ[name]
             else:
-                os.environ[SCALE] = old
+                os.environ[name] = old
 
     def trained(wrap: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -812,7 +814,7 @@ def test_an_environment_variable_that_the_step_puts_back_is_no_change(
         return [run(net, optimizer, torch.ones(4, 3) * n) for n in range(3)]
 
     assert all(map(torch.equal, trained(lambda step: step), trained(roam.compile)))
-    assert os.environ.get(SCALE) == before
+    assert os.environ.get(name) == before
 
 
 def test_a_variable_by_which_libraries_choose_kernels_is_not_set_in_a_step() -> None:

@@ -206,6 +206,14 @@ def with_result(p, grad, average, group, step):
     p.sub_(average)
 
 
+def with_a_tensors_number(p, grad, average, group, step):
+    p.sub_(scaled(grad, grad.norm().item()))
+
+
+def with_a_tensor_as_number(p, grad, average, group, step):
+    p.sub_(scaled(grad, grad.norm()))
+
+
 def by_composite(p, grad, average, group, step):
     torch.ops.roam_layers.composite_(p, grad, average, group["lr"], step, beta=0.9)
 
@@ -248,7 +256,9 @@ class TestOptimizersOfOperators:
         self.planned = planned
         return losses, list(model.parameters()), [*optimizer.state.values()]
 
-    @pytest.mark.parametrize("update", [by_custom_op, by_packet, by_overload, with_result])
+    @pytest.mark.parametrize(
+        "update", [by_custom_op, by_packet, by_overload, with_result, with_a_tensors_number]
+    )
     def test_one_plan_has_eagers_bits(self, update: Any) -> None:
         expected = self.trained(update, lambda step: step)
         assert_same_bits(expected, self.trained(update, roam.compile))
@@ -264,6 +274,14 @@ class TestOptimizersOfOperators:
         with pytest.raises(roam.CaptureError) as caught:
             self.trained(update, roam.compile)
         assert caught.value.code == "value_reached_python"
+
+    def test_a_tensor_where_the_operator_takes_a_number_is_named(self) -> None:
+        with pytest.raises(
+            roam.CaptureError, match=r"roam_layers::scaled gets .* factor"
+        ) as caught:
+            self.trained(with_a_tensor_as_number, roam.compile)
+        assert caught.value.code == "value_reached_python"
+        assert caught.value.operator == "roam_layers.scaled"
 
 
 class TestOperatorsOfOthers:

@@ -472,3 +472,32 @@ def test_a_compiled_step_reports_its_plan(tmp_path: Path) -> None:
     assert f'<data value="{memory.total_bytes}"' in shown
     assert f"{memory.extra_runs} operators run again" in shown
     assert "The first step and later ones" in output.read_text()
+    assert "What fills it, by dtype" in output.read_text()
+
+
+def test_a_compiled_step_reports_bytes_by_dtype() -> None:
+    import torch
+
+    weight = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
+    codes = torch.randint(-8, 8, (64, 64), dtype=torch.int8)
+
+    def train_step(x: Any) -> Any:
+        wide = codes.to(torch.float64)
+        loss = (x @ wide @ weight).square().sum()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=1e-3)
+        weight.grad = None
+        return loss.float()
+
+    step = roam.compile(train_step)
+    for _ in range(2):
+        step(torch.randn(32, 64, dtype=torch.float64))
+    anatomy = step._anatomy()
+    by_kind, by_dtype = anatomy.tables()[2:4]
+    rows = {str(name): [cell.size_bytes for cell in cells] for name, *cells in by_dtype.rows}  # type: ignore[union-attr]
+    assert rows["int8"] == [64 * 64, 0]
+    assert rows["float64"][0] == 8 * (64 * 64 + 32 * 64)
+    assert rows["sum"] == [by_kind.rows[-1][1].size_bytes, by_kind.rows[-1][3].size_bytes]  # type: ignore[union-attr]
+    assert rows["sum"][1] == anatomy.planned.plan.peak_bytes
+    assert sum(one for one, _ in rows.values()) == 2 * rows["sum"][0]

@@ -1219,7 +1219,8 @@ def _refuse_unseen_state(reach: Reach) -> None:
         refuse(
             path,
             "is an iterator, and every later step would get the item that it gives at capture; "
-            "take the next batch outside of the step, and pass it as an argument",
+            "take the next batch outside of the step, and pass it as an argument; if the step does "
+            "not use it, delete it, or keep a list in its place",
             code="iterator",
         )
     for path, scaler in reach.scalers:

@@ -473,7 +473,7 @@ class Lowering:
         ):
             builder.tensor(storage.name, size_bytes, kind=kind, residency=residency)
         for number, size_bytes in parts.of:
-            name, kind = program.storages[number].name + _PART, self._kinds[number]
+            name, kind = program.storages[number].name + PART, self._kinds[number]
             builder.tensor(name, size_bytes, kind=kind, residency=residencies[number])
         links = links_of(program)
         for index, (call, operator) in enumerate(zip(program.calls, self.operators, strict=True)):
@@ -642,7 +642,7 @@ def _sequence(call: Call, repeat: Repeat | None) -> Literal["random", "collectiv
     return "random" if _draws(call, repeat) else None
 
 
-_PART = " (part)"
+PART = " (part)"
 """Added to the names of parts of storages."""
 
 

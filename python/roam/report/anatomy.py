@@ -99,6 +99,8 @@ class Planned:
         plan: a valid plan of `graph`.
         values: its figures, see :func:`roam.report.figures`.
         runs_again: whether operators run more than once.
+        dtypes: by tensor of `graph`, the dtype in which the step's code first has it; empty if
+            this is not known.
     """
 
     as_written: Graph
@@ -106,6 +108,7 @@ class Planned:
     plan: Plan
     values: Mapping[str, Any]
     runs_again: bool = False
+    dtypes: Sequence[str] = ()
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Planned:
@@ -216,6 +219,7 @@ class Anatomy:
             overview(planned.values),
             facts(planned),
             kinds(planned),
+            *([dtypes(planned)] if planned.dtypes else []),
             holdings(planned),
             bound(planned),
         ]
@@ -261,6 +265,24 @@ def kinds(planned: Planned) -> Table:
     )
     headings = ("kind", "persistent", "peak in program order", "peak by the plan")
     return Table("What fills it, by kind", headings, (*rows, ("sum", *total)))
+
+
+def dtypes(planned: Planned) -> Table:
+    """What persists, and what is alive at the plan's peak, by dtype."""
+    always, peak = Counter[str](), Counter[str]()
+    alive = set() if planned.place is None else set(planned.lives.alive_at(planned.place.step))
+    for tensor in planned.graph.tensors:
+        if tensor.residency == "persistent":
+            always[planned.dtypes[tensor.id]] += tensor.counted_bytes
+        elif tensor.id in alive:
+            peak[planned.dtypes[tensor.id]] += tensor.counted_bytes
+    if planned.place is not None:
+        peak[WORKSPACE] = planned.place.live_bytes - peak.total()
+    shown = [name for name, size_bytes in (always + peak).most_common() if size_bytes]
+    rows = [(name, Amount(always[name]), Amount(peak[name])) for name in shown]
+    total = ("sum", Amount(always.total()), Amount(peak.total()))
+    headings = ("dtype", "persistent", "peak by the plan")
+    return Table("What fills it, by dtype", headings, (*rows, total))
 
 
 def holdings(planned: Planned) -> Table:

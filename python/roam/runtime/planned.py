@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roam._core import Plan, optimize
+from roam.program.lower import PART
 from roam.report.anatomy import Planned
 from roam.report.figures import figures
 from roam.runtime.strategy import Choice, ordered_as
@@ -33,7 +34,21 @@ def planned_by(choice: Choice) -> Planned:
             "timed_operators": again.timed_calls,
             "modelled_operators": again.modelled_calls,
         }
-    return Planned(written, choice.graph, plan, values, again is not None)
+    return Planned(written, choice.graph, plan, values, again is not None, _dtypes(choice))
+
+
+def _dtypes(choice: Choice) -> list[str]:
+    """Of each tensor of a choice's graph, the dtype in which the step's code first has it."""
+    storages = choice.program.storages
+    found: dict[int, str] = {}
+    for meta in choice.program.slots:
+        if meta is not None:
+            found.setdefault(meta.storage, str(meta.dtype).removeprefix("torch."))
+    named = {storages[number].name: dtype for number, dtype in found.items()}
+    return [
+        found.get(tensor.id) or named.get(tensor.name.removesuffix(PART), "unknown")
+        for tensor in choice.graph.tensors
+    ]
 
 
 def _bounded(choice: Choice) -> Plan:

@@ -43,6 +43,8 @@ TOLD_BY: Final = (
     "OPENBLAS_", "PYTORCH_", "TORCH_",
 )  # fmt: skip
 """How environment variables begin by which libraries choose kernels."""
+_OF_A_QUESTION: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""How `torch.cuda.is_available` finds devices: accelerate sets it for each such question."""
 
 
 class Reliance:
@@ -105,7 +107,7 @@ class Reliance:
                         if name not in self._patched:
                             self._variables[name] = now
                         return
-                    if key.startswith(TOLD_BY):
+                    if key.startswith(TOLD_BY) and key != _OF_A_QUESTION:
                         refuse(
                             f"the step sets the environment variable {key}, by which libraries choose kernels, "
                             "and a plan runs all kernels with what is set around the call; set it outside of the step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import operator
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -292,6 +293,12 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if (refusal := refusal_of_tracer(error, line)) is not None:
             raise refusal from error
         settles = _is_raised_by_user(error)
+        if not settles and (given := _GIVEN_AS_NUMBER.search(_text(error))) is not None:
+            raise CaptureError(
+                f"{line}: {given[1]} gets a tensor as its argument {given[2]}, which is a number, so that the call reads the "
+                "tensor's value, which only a run knows; give it the tensor's item(), or turn off what needs the number",
+                code="value_reached_python", operator=given[1].replace("::", "."), source=line,
+            ) from error  # fmt: skip
         if not settles and _is_about_live_number(error):
             raise CaptureError(
                 f"{line}: a number that the step computes or changes has reached code that needs "
@@ -306,6 +313,13 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )  # fmt: skip
         refusal.settles = settles
         raise refusal from error
+
+
+_GIVEN_AS_NUMBER = re.compile(
+    r"(\w+::\w+)\(\) Expected a value of type '[^']+' for argument '(\w+)' but instead found type"
+    r"[^\0]*cannot extract \w+ from tensor with meta storage"
+)
+"""How PyTorch says that an operator's schema wants a number where it got a fake tensor."""
 
 
 def _text(error: BaseException) -> str:
