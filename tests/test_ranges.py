@@ -283,6 +283,16 @@ def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) ->
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
 
 
+def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    length = ids.shape[1]
+    sign = (-1) ** length if length / 2 < math.inf else math.inf
+    return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) * sign
+
+
+def test_powers_of_negative_numbers_and_infinity_have_eagers_bits() -> None:
+    assert len(run_both(lengths(8, 12, 9, 10, 11), odd_numbers)._captures) == 2
+
+
 @pytest.mark.parametrize("loss_of", [branch, least], ids=lambda one: one.__name__)
 def test_a_condition_on_a_size_splits_the_range(loss_of: Callable[..., Any]) -> None:
     step = run_both(lengths(14, 12, 20, 13, 4, 5, 7, 15, 6), loss_of)

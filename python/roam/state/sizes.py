@@ -139,7 +139,7 @@ class Symbols:
 
     def constant(self, value: Any) -> Expression:
         """A number that is the same everywhere."""
-        key = "constant", type(value), value
+        key = "constant", type(value), value or repr(value)  # 0.0 is no -0.0
         found = self._known.get(key)
         if found is None:
             kind = "b" if type(value) is bool else "f" if type(value) is float else "i"
@@ -347,7 +347,11 @@ class Expression:
         if self.op == "symbol":
             return cast("Text", self.args[0])
         if self.op == "constant":
-            return repr(self.args[0])
+            value = self.args[0]
+            if self.kind == "f" and not math.isfinite(value):  # it has no literal
+                return f"float('{value}')"
+            text = repr(value)
+            return f"({text})" if text.startswith("-") else text  # it may be a power's base
         if self.op == "polynomial":
             return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
         return _TEXTS[self.op].format(*(arg.text() for arg in self.args))
