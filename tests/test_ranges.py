@@ -289,6 +289,15 @@ def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) * sign
 
 
+def divided_by_a_float(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * (ids.shape[1] // 0.9)  # at 9 sizes 9.0, and 9 / 0.9 is 10.0
+
+
+def test_a_quotient_that_is_rounded_up_has_eagers_bits() -> None:
+    run_both(lengths(8, 11, 9, 18, 13), divided_by_a_float)
+
+
 def test_powers_of_negative_numbers_and_infinity_have_eagers_bits() -> None:
     assert len(run_both(lengths(8, 12, 9, 10, 11), odd_numbers)._captures) == 2
 

@@ -565,7 +565,13 @@ class Expression:
         return self if self.kind == "i" else self._atom("ceil")
 
     def floor(self) -> Expression:
-        return self if self.kind == "i" else self._atom("floor")
+        if self.kind == "i":
+            return self
+        floored = self._atom("floor")
+        if self.op == "truediv" and self.args[1].kind == "f":
+            # PyTorch makes `a // b` the floor of `a / b`, which is larger if that was rounded up.
+            floored.eq(self.symbols.atom("floordiv", self.args, "f")).guard_bool()
+        return floored
 
     def trunc(self) -> Expression:
         return self if self.kind == "i" else self._atom("trunc")
