@@ -289,6 +289,15 @@ def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) * sign
 
 
+def times_a_condition(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * (ids.shape[1] > 10)
+
+
+def test_a_condition_on_sizes_as_a_number_has_eagers_bits() -> None:
+    run_both(lengths(8, 12, 9, 10, 11), times_a_condition)
+
+
 def divided_by_a_float(net: Any, ids: torch.Tensor) -> torch.Tensor:
     loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
     return loss * (ids.shape[1] // 0.9)  # at 9 sizes 9.0, and 9 / 0.9 is 10.0

@@ -819,6 +819,8 @@ def number(expression: Expression) -> Any:
     """What stands in a program for an expression."""
     if expression.op == "constant":
         return expression.args[0]
+    if expression.kind == "b":
+        return expression.guard_bool()
     kind = SizedFloat if expression.kind == "f" else Size
     return kind(expression.value, expression)
 
