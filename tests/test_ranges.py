@@ -303,6 +303,34 @@ def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) ->
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
 
 
+def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    length = ids.shape[1]
+    sign = (-1) ** length if length / 2 < math.inf else math.inf
+    return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) * sign
+
+
+def times_a_condition(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * (ids.shape[1] > 10)
+
+
+def test_a_condition_on_sizes_as_a_number_has_eagers_bits() -> None:
+    run_both(lengths(8, 12, 9, 10, 11), times_a_condition)
+
+
+def divided_by_a_float(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * (ids.shape[1] // 0.9)  # at 9 sizes 9.0, and 9 / 0.9 is 10.0
+
+
+def test_a_quotient_that_is_rounded_up_has_eagers_bits() -> None:
+    run_both(lengths(8, 11, 9, 18, 13), divided_by_a_float)
+
+
+def test_powers_of_negative_numbers_and_infinity_have_eagers_bits() -> None:
+    assert len(run_both(lengths(8, 12, 9, 10, 11), odd_numbers)._captures) == 2
+
+
 @pytest.mark.parametrize("loss_of", [branch, least], ids=lambda one: one.__name__)
 def test_a_condition_on_a_size_splits_the_range(loss_of: Callable[..., Any]) -> None:
     step = run_both(lengths(14, 12, 20, 13, 4, 5, 7, 15, 6), loss_of)

@@ -652,3 +652,18 @@ class TestListsThatTheStepReplaces:
         with pytest.raises(roam.CaptureError, match="list") as caught:
             list(map(step, inputs(12)))
         assert caught.value.code == "moved"
+
+
+def test_a_tensor_that_the_first_step_makes_and_every_step_changes() -> None:
+    def script(wrap):
+        def does(self, x, out):
+            if not hasattr(self, "seen"):
+                self.seen = torch.zeros(())
+            self.seen.add_(2)
+            return self.seen.clone()
+
+        trainer = Trainer(does)
+        step = wrap(trainer.step)
+        return [step(x) for x in inputs(4)], trainer.seen
+
+    both(script)

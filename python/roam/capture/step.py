@@ -758,6 +758,11 @@ def _is_settled(settles: _Settles, after: Program) -> bool:
     tables = [
         setting.path for setting in _lasting_settings(settles, after) if setting.slot is not None
     ]
+    written = after.written()
+    if any(
+        ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
+    ):
+        return False  # what the trace has left there was written once, and would be again
     before = with_state(settles.program, after, tables)
     if before is None or not asks_the_same(before, after):
         return False

@@ -139,7 +139,7 @@ class Symbols:
 
     def constant(self, value: Any) -> Expression:
         """A number that is the same everywhere."""
-        key = "constant", type(value), value
+        key = "constant", type(value), value or repr(value)  # 0.0 is no -0.0
         found = self._known.get(key)
         if found is None:
             kind = "b" if type(value) is bool else "f" if type(value) is float else "i"
@@ -347,7 +347,11 @@ class Expression:
         if self.op == "symbol":
             return cast("Text", self.args[0])
         if self.op == "constant":
-            return repr(self.args[0])
+            value = self.args[0]
+            if self.kind == "f" and not math.isfinite(value):  # it has no literal
+                return f"float('{value}')"
+            text = repr(value)
+            return f"({text})" if text.startswith("-") else text  # it may be a power's base
         if self.op == "polynomial":
             return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
         return _TEXTS[self.op].format(*(arg.text() for arg in self.args))
@@ -561,7 +565,13 @@ class Expression:
         return self if self.kind == "i" else self._atom("ceil")
 
     def floor(self) -> Expression:
-        return self if self.kind == "i" else self._atom("floor")
+        if self.kind == "i":
+            return self
+        floored = self._atom("floor")
+        if self.op == "truediv" and self.args[1].kind == "f":
+            # PyTorch makes `a // b` the floor of `a / b`, which is larger if that was rounded up.
+            floored.eq(self.symbols.atom("floordiv", self.args, "f")).guard_bool()
+        return floored
 
     def trunc(self) -> Expression:
         return self if self.kind == "i" else self._atom("trunc")
@@ -809,6 +819,8 @@ def number(expression: Expression) -> Any:
     """What stands in a program for an expression."""
     if expression.op == "constant":
         return expression.args[0]
+    if expression.kind == "b":
+        return expression.guard_bool()
     kind = SizedFloat if expression.kind == "f" else Size
     return kind(expression.value, expression)
 

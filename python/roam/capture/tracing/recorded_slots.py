@@ -397,7 +397,7 @@ class Slots:
     def _recorded_leaf(self, call: Call, value: Any) -> Any:
         if issubclass(type(value), torch.Tensor):
             return self._refs[self._slot_of_argument(value, call.target, call.source)]
-        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
             if (size := recorded_number(value)) is not None:
                 return size
             slot = self.slot_of(value)
