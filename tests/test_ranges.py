@@ -166,7 +166,10 @@ def test_sizes_may_be_returned_and_counted() -> None:
 
         def step(ids: torch.Tensor, net: Any = net, train: Any = train) -> Any:
             net.tokens += 2 * ids.numel()
-            return train(ids), ids.shape[1], [ids.numel() / ids.shape[0]]
+            loss, scores = train(ids), net(ids)
+            shown = scores.detach()
+            views = [shown.argmax(-1), shown[:, ::2], shown.transpose(0, 1), ids[:, 1:]]
+            return loss, scores, views, ids.shape[1], [ids.numel() / ids.shape[0]]
 
         function: Any = roam.compile(step) if is_planned else step
         results = [function(ids_of(2, length)) for length in (8, 11, 9, 8, 15, 40, 9)]

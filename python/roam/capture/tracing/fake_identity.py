@@ -238,7 +238,10 @@ def own_attributes(fake: FakeTensor) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(fake).items()
-        if name not in _OF_FAKES and name not in names and name != DYNAMIC_INDICES
+        if name not in _OF_FAKES
+        and name not in names
+        and name != DYNAMIC_INDICES
+        and not name.startswith("_roam_")  # of tensors whose sizes follow from symbols
     }
 
 
