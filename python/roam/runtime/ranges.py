@@ -20,6 +20,7 @@ from roam.capture.step import CapturedStep, Variant
 from roam.errors import CaptureError
 from roam.kernels.calls import placed_calls
 from roam.program.diff import difference
+from roam.program.effects import Rebind
 from roam.program.ir import Program
 from roam.program.resized import at, over
 from roam.runtime.log import logger, replans
@@ -120,10 +121,11 @@ class Ranges:
                 if found.arguments.sizes is not None:
                     return found
                 reason = "it goes another way if sizes may change"
-            except (OneLength, CaptureError) as error:
+            except CaptureError as error:
                 reason = str(error)
-                if isinstance(error, OneLength):
-                    self._tries[key] = _TRIES
+            except Exception as error:  # noqa: BLE001 - whatever meets symbols; a plain capture follows
+                reason = str(error) if isinstance(error, OneLength) else repr(error)
+                self._tries[key] = _TRIES
             self._tries[key] += 1
             replans.info("one plan does not hold for several sizes of this step: %s", reason)
             return found
@@ -358,9 +360,14 @@ def _key(dims: Mapping[int, Iterable[int]]) -> tuple[Any, ...]:
 
 
 def _elsewhere(program: Program) -> Iterator[Expression]:
-    """Expressions where a run at other sizes would not find them."""
+    """Expressions where a run at other sizes would not find them, and those of tensors that the
+    step leaves behind, of which the next call expects the shape.
+    """
     for effect in program.effects:
         yield from expressions_in(effect.given)
+    for left in program.of(Rebind):
+        if (meta := program.slots[left.slot]) is not None:
+            yield from expressions_in(meta.shape)
 
 
 def _is_same(one: Program, other: Program) -> bool:

@@ -23,6 +23,7 @@ from roam.capture.cuda_estimate.absent import is_absent, prepare
 from roam.capture.distributed.fully_shard import check_sharded
 from roam.capture.fake_kernels.cache import FakeKernels, Remembered
 from roam.capture.fake_kernels.sized import SizedKernels
+from roam.capture.fake_kernels.sized import layout_of as sized_layout_of
 from roam.capture.fake_kernels.tensors import Maker
 from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.fake_identity import Identities
@@ -579,6 +580,10 @@ class FakeState:
                 and tensor.grad_fn is not None
                 and tensor is not before[id(reference)]
             ):
+                if self.sized is not None and sized_layout_of(tensor) is not None:
+                    self.sized.symbols.refuse(
+                        f"the step leaves a tensor at {reference.path} whose shape follows from sizes"
+                    )
                 if id(tensor) not in ended:
                     other = tensor.detach()
                     if before[id(reference)].grad_fn is not None:
