@@ -353,7 +353,7 @@ class TestShapes:
             return [[step(*batches(1, size)[0]), states(net, optimizer)] for size in range(2, 13)]
 
         with caplog.at_level(logging.WARNING, logger="roam"):
-            both(script, max_plans=8)
+            both(script, max_plans=8, sizes=False)
         warned = [
             record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
         ]

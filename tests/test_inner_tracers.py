@@ -104,10 +104,6 @@ OTHERWISE: dict[str, tuple[str, Loss]] = {
         lambda w, x: scan(lambda sums, z: (sums + z, sums * z), x.sum(), w * x)[1].sum(),
     ),
     "jit.script": ("script_function", lambda w, x: torch.jit.script(wave)(w * x).sum()),
-    "torch.compile": (
-        "compiled_call",
-        lambda w, x: torch.compile(wave, backend="eager")(w * x).sum(),
-    ),
     "cond": (
         "refused_operator",
         lambda w, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (w * x,)).sum(),
@@ -124,6 +120,7 @@ EXACT: dict[str, Loss] = {
     ).sum(),
     "jvp": lambda w, x: torch.func.jvp(wave, (w * x,), (x,))[1].sum(),
     "jacrev": lambda w, x: torch.func.jacrev(wave)(w * x).sum(),
+    "torch.compile": lambda w, x: torch.compile(wave, backend="eager")(w * x).sum(),
     "disable": lambda w, x: torch.compiler.disable(wave)(w * x).sum(),
     "fork": lambda w, x: torch.jit.wait(torch.jit.fork(wave, w * x)).sum(),
 }
