@@ -67,6 +67,8 @@ class Symbols:
         values: of each symbol, in the call that is captured.
         most: the largest value of each symbol for which the capture may hold.
         least: the smallest. It is 2 or more, since PyTorch treats 0 and 1 in ways of their own.
+        floors: a larger smallest value of some of them, up to which `least` may be raised without a
+            difference.
 
     Attributes:
         points: values of the symbols, first those of the call, at which kernels are asked for the
@@ -78,12 +80,17 @@ class Symbols:
     LEAST = 2
 
     def __init__(
-        self, values: Mapping[str, int], most: Mapping[str, int], least: int = LEAST
+        self,
+        values: Mapping[str, int],
+        most: Mapping[str, int],
+        least: int = LEAST,
+        floors: Mapping[str, int] | None = None,
     ) -> None:
         self.most = dict(most)
         self.least = least
         self.names = list(values)
-        self.points = _points(values, most, least)
+        self._floors = {name: max(least, (floors or {}).get(name, 0)) for name in values}
+        self.points = _points(values, most, self._floors)
         self.conditions: dict[Expression, bool] = {}
         self.refused: OneLength | None = None
         """Why what is recorded holds for one length only, if it does."""
@@ -98,7 +105,9 @@ class Symbols:
 
     def _symbol(self, name: str) -> Expression:
         values = tuple(point[name] for point in self.points)
-        made = Expression(self, "i", "symbol", (name,), values, (self.least, self.most[name]))
+        made = Expression(
+            self, "i", "symbol", (name,), values, (self._floors[name], self.most[name])
+        )
         made.terms = {(made,): 1}
         self._order[made] = len(self._order)
         self._register(made)
@@ -136,6 +145,21 @@ class Symbols:
             strides.append(elements)
             elements = elements.mul(self.of(size))
         return strides[::-1], elements
+
+    def note_extent(
+        self,
+        shape: Iterable[Any],
+        stride: Iterable[Any],
+        start: Any,
+        itemsize: int,
+        size_bytes: Any,
+    ) -> None:
+        """Notes that a tensor with this layout lies within its storage, whatever the values."""
+        last, one = self.of(start), self.constant(1)
+        for size, step in zip(shape, stride, strict=True):
+            last = last.add(self.of(size).sub(one).mul(self.of(step)))
+        extent = last.add(one).mul(self.constant(itemsize))
+        self._known["gt", extent, self.of(size_bytes)] = self.constant(False)
 
     def constant(self, value: Any) -> Expression:
         """A number that is the same everywhere."""
@@ -264,6 +288,8 @@ class Symbols:
             return self.hold([*{**values, name: size}.values()])
 
         for name, value in values.items():
+            if self._floors[name] > self.least:
+                continue
             low = value
             while low > least and hold(name, low - 1):
                 low -= 1
@@ -748,19 +774,21 @@ def _monomial_text(term: tuple[Monomial, int]) -> str:
     return " * ".join([repr(factor), *shown] if factor != 1 or not atoms else shown)
 
 
-def _points(values: Mapping[str, int], most: Mapping[str, int], least: int) -> list[dict[str, int]]:
+def _points(
+    values: Mapping[str, int], most: Mapping[str, int], least: Mapping[str, int]
+) -> list[dict[str, int]]:
     """The call's values, both ends of the range, and as many between as a polynomial of degree 2
     needs, with two to spare. They have no common divisors, so no two sizes are equal by chance.
     """
     count = len(values)
     wanted = (count + 1) * (count + 2) // 2 + 3
-    points = [dict(values), dict.fromkeys(values, least), dict(most)]
+    points = [dict(values), dict(least), dict(most)]
     for turn in range(wanted - len(points)):
         point = {}
         for place, (name, value) in enumerate(values.items()):
             # Small enough to be made of zeros, and of both parities.
             start = 5 + (7 * turn * (place + 1) + 11 * place) % max(min(value, most[name]) - 5, 7)
-            point[name] = min(max(prime_from(start + turn), least + 1 + turn), most[name])
+            point[name] = min(max(prime_from(start + turn), least[name] + 1 + turn), most[name])
         points.append(point)
     for one, name in enumerate(values):  # ends apart from one another
         points.append({**values, name: most[name]} if one % 2 else {**most, name: values[name]})
