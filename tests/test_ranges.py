@@ -289,9 +289,27 @@ def masked(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return scores.var() + functional.mse_loss(scores, torch.zeros_like(scores))
 
 
+def shares(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores, length = net(ids), ids.shape[1]
+    parts = scores[:, : math.trunc(0.5 * length)].mean() + scores[:, : round(0.75 * length)].var()
+    return parts + scores[:, : math.ceil(0.3 * length)].square().mean()
+
+
+def functions_of_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) / float(ids.shape[1])
+    decay = math.exp(-ids.shape[1] / 50) + math.pow(ids.shape[1], 0.3)
+    return loss * decay * math.log(ids.shape[1], 2) / math.sqrt(ids.numel())
+
+
+def normed(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = nn.functional.rms_norm(net(ids), (50,))  # C++ makes a text of the sizes
+    mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+    return functional.cross_entropy(scores.flatten(0, 1), ids.flatten()) + mask.exp().mean()
+
+
 HABITS = [
     window, branch, halves, parity, least, over_time, by_type, by_exact_type, by_table, by_text, swallowing, chunks,
-    numbers, padded, rounded_up, masked,
+    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed,
 ]  # fmt: skip
 
 
@@ -301,7 +319,11 @@ def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) 
     run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13, 16, 11, 4, 33, 40), loss_of)
 
 
-@pytest.mark.parametrize("loss_of", [halves, numbers, padded, masked], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "loss_of",
+    [halves, numbers, padded, masked, shares, functions_of_numbers, normed],
+    ids=lambda one: one.__name__,
+)
 def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
 

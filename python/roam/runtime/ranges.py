@@ -33,9 +33,9 @@ from roam.state.step_call import StepCall
 
 _RANGE = 8
 """A capture is to hold for sizes up to this multiple of the largest that has been seen."""
-_LEAST = (Symbols.LEAST, 32)
-"""Sizes from which on plans hold for all larger ones. Attention is computed piece by piece from 32
-queries on."""
+_LEAST = (Symbols.LEAST, 4, 8, 32)
+"""Sizes from which on plans hold for all larger ones. Parts of small sizes may be the whole, and
+attention is computed piece by piece from 32 queries on."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
@@ -83,7 +83,9 @@ class Ranges:
             if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
-        for least in (max(one, sizes.least) for one in _LEAST):
+        for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
+            if least > min(sizes.captured().values()):
+                break
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(

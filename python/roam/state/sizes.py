@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any, Final, NoReturn, cast
 
+import torch
+
 from roam.state.unread_texts import is_unread
 
 _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
@@ -26,17 +28,18 @@ _TEXTS: Final[dict[str, str]] = {
     "floordiv": "({} // {})", "mod": "({} % {})",
     "truediv": "({} / {})", "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})",
     "pow": "({} ** {})", "neg": "(-{})", "float": "float({})", "sqrt": "math.sqrt({})",
-    "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})",
+    "round": "round({})", "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})",
     "not": "(not {})", "and": "({} and {})", "or": "({} or {})",
     **{name: f"({{}} {sign} {{}})" for name, (sign, _) in _COMPARISONS.items()},
 }  # fmt: skip
-"""How operators are written in Python."""
+"""How operators are written in Python; functions of `math` are so, too."""
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{name: function for name, (_, function) in _COMPARISONS.items()},
     **{name: getattr(operator, name) for name in ("floordiv", "mod", "truediv", "add", "sub", "mul", "pow", "neg")},
-    "float": float, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "not": operator.not_,
+    "float": float, "sqrt": math.sqrt, "round": round, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "not": operator.not_,
     "and": lambda one, other: one and other, "or": lambda one, other: one or other,
 }  # fmt: skip
+_CARRIERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Monomial = tuple["Expression", ...]
 Text = str
 """`Expression` has a method of the name `str`, for which PyTorch asks."""
@@ -206,7 +209,7 @@ class Symbols:
         key = (op, *args)
         found = self._known.get(key)
         if found is None:
-            function = _FUNCTIONS[op]
+            function = _FUNCTIONS.get(op) or getattr(math, op.removeprefix("math."))
             values = tuple(
                 _applied(function, [arg.values[place] for arg in args])
                 for place in range(len(self.points))
@@ -380,7 +383,9 @@ class Expression:
             return f"({text})" if text.startswith("-") else text  # it may be a power's base
         if self.op == "polynomial":
             return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
-        return _TEXTS[self.op].format(*(arg.text() for arg in self.args))
+        args = [arg.text() for arg in self.args]
+        text = _TEXTS.get(self.op)
+        return f"{self.op}({', '.join(args)})" if text is None else text.format(*args)
 
     def atoms(self) -> set[Expression]:
         """The symbols that it follows from."""
@@ -481,9 +486,11 @@ class Expression:
         return self.known() is True
 
     def str(self) -> Any:
-        return repr(self.value) if is_unread() else self.guard_int()
+        """C++ asks for messages of errors, which it makes before it knows whether there is one."""
+        return repr(self.value)
 
-    _graph_repr = str
+    def _graph_repr(self) -> Any:
+        return repr(self.value) if is_unread() else self.guard_int()
 
     # -- arithmetic
 
@@ -598,6 +605,11 @@ class Expression:
             # PyTorch makes `a // b` the floor of `a / b`, which is larger if that was rounded up.
             floored.eq(self.symbols.atom("floordiv", self.args, "f")).guard_bool()
         return floored
+
+    def round(self, digits: int | None = None) -> Expression:
+        if digits is not None:
+            self.guard_int()
+        return self if self.kind == "i" else self._atom("round")
 
     def trunc(self) -> Expression:
         return self if self.kind == "i" else self._atom("trunc")
@@ -841,6 +853,25 @@ class SizedFloat(float):
         made = float.__new__(cls, value)
         made.expression = expression
         return made
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value that the step's code has follows from symbols."""
+    return type(value) in _CARRIERS and isinstance(value.node, Expression)
+
+
+def calculated(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What a function of `math`, `float` or `int` gives for numbers of which some follow from
+    symbols.
+    """
+    symbols = next(arg.node.symbols for arg in args if is_size(arg))
+    operands = [symbols.of(arg) for arg in args]
+    if function is int:
+        return torch.SymInt(operands[0].trunc())
+    if function is float:
+        return torch.SymFloat(operands[0].sym_float())
+    function(*(operand.value for operand in operands))  # raises what it does for these
+    return torch.SymFloat(symbols.atom(f"math.{function.__name__}", tuple(operands), "f"))
 
 
 def number(expression: Expression) -> Any:
