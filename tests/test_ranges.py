@@ -348,6 +348,15 @@ def divided_by_a_float(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss * (ids.shape[1] // 0.9)  # at 9 sizes 9.0, and 9 / 0.9 is 10.0
 
 
+def rest_of_a_float(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    return loss * (1 + ids.shape[1] % 0.3)
+
+
+def test_the_rest_of_a_division_by_a_float_has_eagers_bits() -> None:
+    run_both(lengths(8, 11, 9, 18, 13), rest_of_a_float)
+
+
 def test_a_quotient_that_is_rounded_up_has_eagers_bits() -> None:
     run_both(lengths(8, 11, 9, 18, 13), divided_by_a_float)
 

@@ -51,7 +51,7 @@ from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.program.resized import replaced_in
+from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
@@ -257,7 +257,8 @@ class Known:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
         others.
         """
-        program = replaced_in(program, plain_number)
+        if self.programs and next(expressions_of(program), None) is not None:
+            program = replaced_in(program, plain_number)
         return any(is_resized(known, program) for known in reversed(self.programs))
 
     def add(self, program: Program) -> None:
@@ -823,7 +824,9 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     looks at their very type.
     """
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
-    if not agrees(*(replaced_in(one, plain_number) for one in (live, plain))):
+    if tracer.sized is not None:
+        live, plain = (replaced_in(one, plain_number) for one in (live, plain))
+    if not agrees(live, plain):
         raise CaptureError(
             "the step does not treat a number that may change (of an optimizer's group, or that "
             "the step keeps) like a plain number: capture puts an object of another type in its "

@@ -384,8 +384,9 @@ class Expression:
         if self.op == "polynomial":
             return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
         args = [arg.text() for arg in self.args]
-        text = _TEXTS.get(self.op)
-        return f"{self.op}({', '.join(args)})" if text is None else text.format(*args)
+        return (
+            _TEXTS[self.op].format(*args) if self.op in _TEXTS else f"{self.op}({', '.join(args)})"
+        )
 
     def atoms(self) -> set[Expression]:
         """The symbols that it follows from."""
@@ -618,7 +619,12 @@ class Expression:
         return self.symbols.atom(op, (self, *others), "f")
 
     def _atom(self, op: Text, *others: Expression) -> Expression:
-        return self.symbols.atom(op, (self, *others), "i")
+        kind = (
+            "f"
+            if op in ("floordiv", "mod") and any(o.kind == "f" for o in (self, *others))
+            else "i"
+        )
+        return self.symbols.atom(op, (self, *others), kind)
 
     def eq(self, other: Expression) -> Expression:
         return _compared("eq", self, other)
