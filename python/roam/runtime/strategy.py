@@ -36,10 +36,11 @@ from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.equal_calls import merged
 from roam.program.ir import Program
-from roam.program.lower import Lowering
+from roam.program.lower import Lowering, kinds_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.pages import Pages, is_movable
+from roam.program.paging import pages_of
 from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
@@ -309,6 +310,10 @@ def choose(
                 Pool.of(device).release()
             if memory.size_bytes is not None:
                 room_bytes = memory.size_bytes - held_bytes
+                if offload is not None and _is_paged(held_bytes, memory.size_bytes):
+                    room_bytes = memory.size_bytes
+                    if is_real:
+                        _take_in(variants[-1].program, offload)
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
@@ -511,7 +516,13 @@ class _Chooser:
         # tells all of them the same.
         if not self._is_real or gathers_again(lowering.repeats):
             return lowering
-        return self._timed(lowering, left_bytes - self.plain.plan.persistent_bytes)
+        return self._timed(lowering, self._left(left_bytes))
+
+    def _left(self, limit_bytes: int) -> int:
+        """What there is beside what is there before the step."""
+        held_bytes = self.plain.plan.persistent_bytes
+        is_paged = self._tier is not None and _is_paged(held_bytes, limit_bytes)
+        return limit_bytes if is_paged else limit_bytes - held_bytes
 
     def _anew(self, left_bytes: int) -> Choice | None:
         """A plan within a limit that runs again what it chooses, and not what the user's
@@ -537,7 +548,7 @@ class _Chooser:
             return choice
         as_written = self._lowered
         if self._is_real:
-            as_written = self._timed(as_written, left_bytes - self.plain.plan.persistent_bytes)
+            as_written = self._timed(as_written, self._left(left_bytes))
         own_s = as_written.graph(pool=False).times_ns[sorted(left_out)].sum() / 1e9
         return choice if choice.recomputation.extra_s <= own_s else None
 
@@ -614,7 +625,7 @@ class _Chooser:
         """A plan in which no more tensors than needed lie in files between their uses, or all that
         can; None if what cannot be moved leaves enough room for other plans.
         """
-        if self._tier is None or best.plan.persistent_bytes <= limit_bytes // 2:
+        if self._tier is None or not _is_paged(best.plan.persistent_bytes, limit_bytes):
             return None
         pages = [
             page
@@ -692,7 +703,7 @@ class _Chooser:
         if self._tier is None or (found and found[0].recomputation is None):
             return found[0]
         is_timed = self._is_real and not gathers_again(lowering.repeats)
-        room_bytes = limit_bytes - self.plain.plan.persistent_bytes if is_timed else None
+        room_bytes = self._left(limit_bytes) if is_timed else None
         for offering in offerings(lowering, self._tier, room_bytes):
             try:
                 choice = self._recomputing(limit_bytes, offering, best, pool)
@@ -1079,6 +1090,22 @@ class _Ran:
 
 
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _is_paged(held_bytes: int, limit_bytes: int) -> bool:
+    """Whether what is there before and after a step may have to lie in files between its uses."""
+    return 2 * held_bytes > limit_bytes
+
+
+def _take_in(program: Program, folder: Path) -> None:
+    """Moves what plans may keep in files there: then there is room to plan, and to try kernels."""
+    found = [
+        (page.reference.path, page.reference.get())
+        for page in pages_of(program, kinds_of(program, program.leaving()))
+        if page.reference is not None
+    ]
+    movable = [one for one in found if isinstance(one[1], torch.Tensor) and is_movable(one[1])]
+    Pages(folder).take_in(movable)
 
 
 def _extra_s(choice: Choice) -> float:
