@@ -395,6 +395,8 @@ class _Chooser:
         self._undoes = undoes
         self._timings = timings
         self._enough_bytes = 0
+        self._is_tight = False
+        """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
 
@@ -637,7 +639,7 @@ class _Chooser:
         files, is_timed = Pages(self._tier.folder), self._is_real
         room_bytes = limit_bytes if is_timed and not gathers_again(lowering.repeats) else None
         transfer_ns = partial(time_ns, block_ns(self._tier, room_bytes))
-        self._enough_bytes = max(self._enough_bytes, limit_bytes)
+        self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
         total_bytes = sum(page.size_bytes for page in pages)
 
         def planned(part: int) -> tuple[Choice, Lowering]:
@@ -985,6 +987,8 @@ class _Chooser:
     ) -> Plan:
         """A plan of a graph, verified; of equal graphs the same."""
         worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
+        if self._is_tight:
+            worth_bytes = 0
         settings = self._streams, enough_bytes, worth_bytes, memory_limit_bytes
         key = graph.digest, *settings
         is_timeless = self._deadline is None  # what a time limit cuts short is not always the same
