@@ -366,6 +366,18 @@ class Lowering:
         return sum(self._sizes[number] for number in self.operators[index].creates)
 
     @property
+    def most_made_bytes(self) -> int:
+        """The most that one call uses and makes of what the step makes."""
+        storages = self.program.storages
+        return max(
+            (
+                sum(self._sizes[one] for one in (*at.reads, *at.mutates, *at.creates) if storages[one].creator >= 0)
+                for at in self.operators
+            ),
+            default=0,
+        )  # fmt: skip
+
+    @property
     def stores(self) -> list[int]:
         """Numbers of the calls that store tensors in a tier."""
         return self.with_target(Store)
@@ -981,11 +993,25 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
     for _, slot in program.constants:
         kinds[program.storage_of(slot)] = "buffer"
     for call in program.calls:
-        if isinstance(call.target, Fetch):
-            (made,) = call.outputs
-            assert made is not None, "a tensor"
-            kinds[program.storage_of(made)] = kinds[program.storage_of(call.args[0].slot)]
+        if isinstance(call.target, (Fetch, Keep)):
+            made, of = (program.storage_of(slot) for slot in (call.outputs[0], call.args[0].slot))  # type: ignore[arg-type]
+            if made not in leaving:
+                kinds[made] = kinds[of]
     return kinds
+
+
+def moved_bytes(program: Program, *targets: type) -> dict[str, int]:
+    """By kind, the bytes of all tensors that calls with targets of these classes read from files or
+    write there.
+    """
+    kinds, moved = kinds_of(program, program.leaving()), Counter[str]()
+    for call in program.calls:
+        if isinstance(call.target, targets):
+            paged = call.args[0] if isinstance(call.target, Fetch) else call.args[-1]
+            slot = call.outputs[0] if isinstance(call.target, Keep) else paged.slot
+            number = program.storage_of(slot)  # type: ignore[arg-type]
+            moved[kinds[number]] += program.storages[number].size_bytes
+    return dict(moved)
 
 
 def device_of(program: Program) -> torch.device:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from bisect import bisect_right
@@ -25,8 +26,6 @@ from roam.errors import ExecutionError
 from roam.program.tier import aligned, read, write
 from roam.torch_compat.private import TENSOR_DATA, c_pointer, storage_uses
 
-_ALONE = 2
-"""Holders of a storage that one tensor has: the tensor, and the Python object that asks."""
 _chunks: weakref.WeakValueDictionary[int, _Chunk] = weakref.WeakValueDictionary()
 """All maps of the process, by their addresses."""
 
@@ -112,14 +111,6 @@ class Pages:
         return chunk
 
 
-def bring_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives tensors memory of the process again, where no other tensor has the same memory."""
-    for tensor in tensors:
-        if _place_of(tensor) is not None and is_movable(tensor):
-            data = TENSOR_DATA.__get__(tensor)
-            TENSOR_DATA.__set__(tensor, torch.empty_like(data).copy_(data))
-
-
 def is_paged(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in a file of this process. A forked process changes no tensors that its
     parent has.
@@ -129,13 +120,19 @@ def is_paged(tensor: torch.Tensor) -> bool:
 
 
 def is_movable(tensor: object) -> bool:
-    """Whether nothing else has the memory of a tensor, which then can get other memory; True for
-    what is no tensor, since it is not there yet.
+    """Whether a tensor lies in a file, or nothing else has its memory, so that it can get other
+    memory; True for what is no tensor, since it is not there yet.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or is_paged(tensor):
         return True
+    is_alone = _holders(tensor) == _holders(torch.empty(1))
+    return is_alone and not tensor.is_inference()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many holders a tensor's storage has, and how many the Python object of that."""
     storage = tensor.untyped_storage()
-    return storage_uses(c_pointer(storage)) <= _ALONE and not tensor.is_inference()
+    return storage_uses(c_pointer(storage)), sys.getrefcount(storage)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[_Chunk, int] | None:

@@ -54,7 +54,9 @@ class Page:
     Attributes:
         slot: the tensor, which fills its storage and is the only one of it outside of the step.
         size_bytes: bytes of its storage.
-        moved_bytes: how many bytes are at least read and written in a step if it lies in a file.
+        moved_bytes: how many bytes are read and written in a step if it lies in a file.
+        least_bytes: how many at least are, in any way to do so, if the tensor is there before the
+            step or after it; 0 if not.
         parts: numbers of the calls that use it, cut where it need not be in memory.
         leaves: whether it outlives the step that makes it.
         reference: where it is before the step; None if the step makes it.
@@ -63,6 +65,7 @@ class Page:
     slot: int
     size_bytes: int
     moved_bytes: int
+    least_bytes: int
     parts: list[list[int]]
     leaves: bool
     reference: Any
@@ -106,7 +109,7 @@ def pages_of(
             ((reference, slot),) = given[number]
             if isinstance(reference, ArgumentReference) or reference.path in wrapped:
                 continue
-            if not leaves <= {slot} or not uses:
+            if not leaves <= {slot}:
                 continue
         elif leaves:
             if len(leaves) != 1 or slot not in rebound:
@@ -129,10 +132,28 @@ def pages_of(
             continue
         changed = sum(any(_changes(program, number, one) for one in part) for part in parts)
         moves = len(parts) + changed if storage.creator < 0 else len(parts)
+        least = bool(uses) + bool(changed) if storage.creator < 0 else bool(leaves)
+        size = storage.size_bytes
         found.append(
-            Page(slot, storage.size_bytes, moves * storage.size_bytes, parts, bool(leaves), reference)
-        )  # fmt: skip
+            Page(slot, size, moves * size, least * size, parts, bool(leaves), reference)
+        )
     return sorted(found, key=lambda page: page.moved_bytes / page.size_bytes)
+
+
+def least_moved_bytes(pages: Iterable[Page], room_bytes: int) -> int:
+    """What every step moves at least of tensors that are there before it or after it. One that does
+    not stay in memory all the time is read before it is used, and written if it is changed.
+
+    Args:
+        pages: those that need not stay.
+        room_bytes: there is no room for more that does.
+    """
+    left_bytes, least_bytes = max(room_bytes, 0), 0
+    for page in sorted(pages, key=lambda page: page.least_bytes / page.size_bytes, reverse=True):
+        stays_bytes = min(left_bytes, page.size_bytes) if page.least_bytes else 0
+        left_bytes -= stays_bytes
+        least_bytes += page.least_bytes * (page.size_bytes - stays_bytes) // page.size_bytes
+    return least_bytes
 
 
 def _users(program: Program) -> dict[int, list[int]]:
@@ -162,7 +183,7 @@ def _is_view(program: Program, number: int, index: int) -> bool:
 
 def _parts(program: Program, number: int, uses: Sequence[int], kind: str) -> list[list[int]]:
     """The uses of a storage, cut where it need not be in memory."""
-    parts: list[list[int]] = [[]]
+    parts: list[list[int]] = [[]] if uses else []
     before: int | None = None
     is_read = False
     for index in uses:

@@ -40,7 +40,7 @@ from roam.program.lower import Lowering, kinds_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.pages import Pages, is_movable
-from roam.program.paging import pages_of
+from roam.program.paging import least_moved_bytes, pages_of
 from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
@@ -169,6 +169,7 @@ class Choice:
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
         pages: the files that tensors lie in before and after the step; None if none does.
+        least_moved_bytes: what any step within the limit reads and writes of these.
     """
 
     program: Program
@@ -188,6 +189,7 @@ class Choice:
     checks_bytes: int = 0
     recomputation: Recomputation | None = None
     pages: Pages | None = None
+    least_moved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -619,7 +621,8 @@ class _Chooser:
         choice, lowering = paged
         if choice.total_bytes <= limit_bytes:
             return choice
-        return self._offloading(limit_bytes, lowering, best, pool)
+        found = self._offloading(limit_bytes, lowering, best, pool)
+        return replace(found, least_moved_bytes=choice.least_moved_bytes)
 
     def _paged(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
@@ -642,6 +645,12 @@ class _Chooser:
         self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
         total_bytes = sum(page.size_bytes for page in pages)
 
+        # What stays in memory is there beside what the step makes for any one call, and beside what
+        # cannot lie in files.
+        given_bytes = sum(page.size_bytes for page in pages if page.reference is not None)
+        room_bytes = limit_bytes - lowering.most_made_bytes - best.plan.persistent_bytes + given_bytes
+        least_bytes = least_moved_bytes(pages, room_bytes)
+
         def planned(part: int) -> tuple[Choice, Lowering]:
             """With so many parts of the bytes in files."""
             ends = accumulate(page.size_bytes for page in pages)
@@ -660,6 +669,7 @@ class _Chooser:
                 kernel_bytes=best.kernel_bytes,
                 checks_bytes=best.checks_bytes,
                 pages=files,
+                least_moved_bytes=least_bytes,
             )
             choice = self._best_way(paged, of, pool, best.eager_bytes)
             call_ns, moves = choice.graph.times_ns, paged.moves
