@@ -87,6 +87,17 @@ c_pointer: Callable[[Any], int] = operator.attrgetter("_cdata")
 the same."""
 storage_pointer: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
 """As `c_pointer`, of a storage, while attributes of storages are patched."""
+storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = (
+    torch._C._construct_storage_from_data_pointer
+)
+"""A storage at an address, of a size in bytes, which does not own the memory."""
+forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
+"""From now on an error with this text is raised where the memory of a storage is asked for, by its
+`c_pointer`."""
+allow_access: Callable[[int], None] = torch._C._clear_storage_data_ptr_access_error_msg
+"""Takes that back."""
+STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether two storages can swap their memory, since PyTorch 2.15."""
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold a storage, by its `c_pointer`."""
 tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
@@ -1513,6 +1524,7 @@ __all__ = [
     "IS_COMPILING",
     "IS_NESTED",
     "OPERATORS",
+    "STORAGES_SWAP",
     "TENSOR_DATA",
     "TRACER_ENTRIES",
     "VF",
@@ -1683,6 +1695,7 @@ __all__ = [
     "start_allocator_events",
     "stop_allocator_events",
     "storage_pointer",
+    "storage_at",
     "storage_uses",
     "store_of",
     "strides_together",

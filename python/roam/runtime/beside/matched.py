@@ -1,0 +1,415 @@
+"""Runs the user's function beside a plan: each operator is compared with the script, and its kernel
+runs by the plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from roam.capture.tracing.kernel_facts import facts_of
+from roam.errors import ExecutionError
+from roam.interrupts import interrupts_wait
+from roam.program.ir import Ref
+from roam.runtime.beside.placeholders import fill, fill_at, own, placeholder, tensor_in
+from roam.runtime.beside.recording import  Entry, Given, Made, at_path, is_passed, meta_of
+from roam.runtime.beside.script import Script, is_same
+from roam.runtime.executor import Executor
+from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_pointer
+
+_Tensor = torch.Tensor
+
+
+class Matched(TorchDispatchMode):
+    """One call of the user's function beside a plan.
+
+    Attributes:
+        left: why the call has left the script; empty while it follows it. Then everything that it
+            has issued has run, and the rest of it runs as it is.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        executor: Executor,
+        inputs: list[int],
+        slot_of: dict[int, int],
+        around: Callable[[], AbstractContextManager[Any]],
+        may_leave: bool,
+    ) -> None:
+        """Begins a call.
+
+        Args:
+            inputs: the script's slots of the executor's inputs, in their order.
+            slot_of: for each slot of the executor's program that a barrier brings, the script's.
+            around: what kernels run in.
+        """
+        super().__init__()
+        self.left = ""
+        self.is_over = False
+        self._script, self._entries, self._executor = script, script.entries, executor
+        self._inputs, self._slot_of, self._around = inputs, slot_of, around
+        self._may_leave = may_leave
+        self._at = 0
+        self._start = 0
+        """The first entry that the plan has not run yet."""
+        self._barrier = 0
+        self._ids: dict[int, int] = {}
+        self._weak: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bound: dict[int, Any] = {}
+        """Values from outside, by their slots, for as long as the plan needs them."""
+        self._outside: dict[int, int] = {}
+        """Numbers of storages, by their pointers, of those that are not placeholders."""
+        self._kept: list[torch.UntypedStorage] = []
+        self._places: dict[int, torch.UntypedStorage] = {}
+        """Storages of placeholders, by their numbers."""
+        self._pointers: dict[int, int] = {}
+        """Pointers of the storages met, by their numbers."""
+        self._filled: set[int] = set()
+        self._in_pool: set[int] = set()
+        self._parts: Generator[list[Any], list[Any], Any] | None = None
+        self._drawn: torch.Tensor | None = None
+
+    # -- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.left:
+            return func(*args, **kwargs)
+        at = self._at
+        entry = self._entries[at] if at < len(self._entries) else None
+        if (entry is None or entry.func is not func) and is_passed(func):
+            return func(*args, **kwargs)
+        if entry is None or entry.func is not func or not self._matches(at, entry, args, kwargs):
+            self.leave(f"{func} comes where " + (f"{entry.func} came" if entry is not None else "the step ended"))
+            return func(*args, **kwargs)
+        script = self._script
+        if entry.kind == "now":
+            moment = script.moments.get(at)
+            if moment is not None and not self._pass(at):
+                return func(*args, **kwargs)
+            self._at = at + 1
+            return func(*args, **kwargs)
+        self._at = at + 1
+        if script.runs[at] or entry.kind == "view":
+            result = func(*args, **kwargs)
+            self._note(entry, result, at)
+            return result
+        if not entry.results:
+            return None if entry.sequence is None else entry.sequence()
+        made = [
+            self._placeholder(one.slot)
+            if type(one) is Made
+            else at_path(one.path, args, kwargs)
+            if type(one) is Given
+            else one
+            for one in entry.results
+        ]
+        return made[0] if entry.sequence is None else entry.sequence(made)
+
+    def _note(self, entry: Entry, result: Any, at: int) -> None:
+        """Registers what an operator that has run returned."""
+        flat = (result,) if entry.sequence is None else result
+        if len(flat) != len(entry.results):
+            self.leave(f"{entry.func} returns another number of tensors")
+            return
+        for item, one in zip(flat, entry.results, strict=True):
+            if type(one) is Made:
+                storage = self._script.slots[one.slot].storage  # type: ignore[union-attr]
+                if storage not in self._places and storage not in self._pointers:
+                    pointer = storage_pointer(item.untyped_storage())
+                    self._outside[pointer] = storage
+                    self._pointers[storage] = pointer
+                    self._kept.append(item.untyped_storage())
+                self._tag(one.slot, item)
+                if one.slot in self._script.inputs:
+                    self._bound[one.slot] = item
+
+    def _placeholder(self, slot: int) -> torch.Tensor:
+        meta = self._script.slots[slot]
+        assert meta is not None
+        tensor = placeholder(meta, self._script.size_bytes[meta.storage])
+        storage = self._places[meta.storage] = tensor.untyped_storage()
+        pointer = storage_pointer(storage)
+        self._outside[pointer] = meta.storage
+        self._pointers[meta.storage] = pointer
+        self._tag(slot, tensor)
+        return tensor
+
+    def _tag(self, slot: int, tensor: torch.Tensor) -> None:
+        self._ids[id(tensor)] = slot
+        self._weak[slot] = weakref.ref(tensor)
+
+    def _matches(self, at: int, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        leaf = -1
+        live, numbers = self._script.live, self._bound
+
+        def same(value: Any, expected: Any) -> bool:
+            nonlocal leaf
+            leaf += 1
+            kind = type(expected)
+            if kind is Ref:
+                return isinstance(value, _Tensor) and self._is_at(expected.slot, value)
+            if kind is tuple or kind is list:
+                return type(value) is kind and len(value) == len(expected) and all(map(same, value, expected))
+            slot = live.get((at, leaf))
+            if slot is not None:
+                if type(value) is not kind:
+                    return False
+                numbers[slot] = value
+                return True
+            return is_same(value, expected)
+
+        if len(args) != len(entry.args) or len(kwargs) != len(entry.kwargs):
+            return False
+        for value, expected in zip(args, entry.args, strict=True):
+            if not same(value, expected):
+                return False
+        for (key, value), (name, expected) in zip(kwargs.items(), entry.kwargs.items(), strict=True):
+            leaf += 1
+            if key != name or not same(value, expected):
+                return False
+        return entry.dtype is None or entry.dtype is torch.get_default_dtype()
+
+    def _is_at(self, slot: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the one of a slot; one that is met for the first time becomes it."""
+        known = self._weak.get(slot)
+        pointer = storage_pointer(tensor.untyped_storage())
+        meta = self._script.slots[slot]
+        assert meta is not None
+        if known is not None:
+            return known() is tensor and self._pointers[meta.storage] == pointer
+        number = self._outside.get(pointer)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return False
+        if number is None:
+            if meta.storage in self._pointers or meta.storage in self._script.made:
+                return False
+            self._outside[pointer] = meta.storage
+            self._pointers[meta.storage] = pointer
+            self._kept.append(tensor.untyped_storage())
+        elif number != meta.storage:
+            return False
+        if tensor.untyped_storage().nbytes() != self._script.size_bytes[meta.storage]:
+            return False
+        if meta_of(tensor, meta.storage) != meta:
+            return False
+        self._tag(slot, tensor)
+        if slot in self._script.inputs:
+            self._bound[slot] = tensor
+        return True
+
+    # -- the plan
+
+    def settle(self, tensor: torch.Tensor | None) -> None:
+        """Python looks at a tensor's memory, or at random generators (None)."""
+        if self.left or self.is_over:
+            return
+        args: tuple[Any, ...] = ()
+        if tensor is not None:
+            number = self._outside.get(storage_pointer(tensor.untyped_storage()))
+            if number is None:
+                return
+            args = (number,)
+        at = self._at
+        entry = self._entries[at] if at < len(self._entries) else None
+        with disable_current_modes():
+            if entry is None or entry.kind != "settle" or entry.args != args:
+                self.leave("the step looks at values where it did not")
+            elif at not in self._script.moments or self._pass(at):
+                self._at = at + 1
+
+    def finish(self) -> None:
+        """The function has returned: runs the rest by the plan."""
+        if self.left:
+            return
+        if self._at != len(self._entries):
+            self.leave("the step ended before its end")
+            return
+        if extra := self._alive() - self._script.barriers[-1].alive:
+            self.leave(f"Python holds {len(extra)} tensors at its end that it did not hold")
+            return
+        outgoing = self._advance([], is_end=True)
+        for slot, value in zip(self._script.barriers[-1].held, outgoing, strict=True):
+            self._put(slot, value)
+        self.is_over = True
+
+    def _pass(self, at: int) -> bool:
+        """Runs the plan to a barrier, which Python has reached. False if the call leaves there."""
+        moment = self._script.barriers[self._script.moments[at]]
+        if extra := self._alive() - moment.alive:
+            self.leave(f"Python holds {len(extra)} tensors that it did not hold")
+            return False
+        values = self._advance([])
+        seen: set[int] = set()
+        gets: list[Any] = []
+        for slot, value in zip(moment.held, values, strict=True):
+            meta = self._script.slots[slot]
+            assert meta is not None
+            if meta.storage not in seen:
+                seen.add(meta.storage)
+                self._put(slot, value)
+            gets.append(tensor_in(self._places[meta.storage], meta))
+        del values
+        self._start = at + 1
+        self._gets = gets
+        return True
+
+    _gets: list[Any] | None = None
+
+    def _advance(self, gets: list[Any], *, is_end: bool = False) -> list[Any]:
+        """Runs the plan to the next barrier, or to its end."""
+        script = self._script
+        with interrupts_wait(), disable_current_modes(), self._around():
+            try:
+                if self._parts is None:
+                    inputs = [self._bound[slot] for slot in self._inputs]
+                    self._parts = self._executor.parts(inputs)
+                    values = next(self._parts)
+                else:
+                    moment = script.barriers[self._barrier - 1]
+                    sent = (self._gets or []) + [self._bound[slot] for slot in moment.brings]
+                    self._gets = None
+                    values = self._parts.send(sent)
+            except StopIteration as end:
+                assert is_end, "the plan has a part for each barrier"
+                values = end.value[0]
+            self._barrier += 1
+        return values  # type: ignore[no-any-return]
+
+    def _put(self, slot: int, value: torch.Tensor) -> None:
+        """Gives a placeholder's storage the memory of what a kernel has made."""
+        meta = self._script.slots[slot]
+        assert meta is not None
+        number = meta.storage
+        place, storage = self._places[number], value.untyped_storage()
+        if storage_pointer(place) == storage_pointer(storage):
+            return
+        pool = self._executor.bindings.pool
+        self._filled.add(number)
+        if pool is not None and pool.owns(storage):
+            offset = value.storage_offset() - meta.offset
+            fill_at(place, storage.data_ptr() + offset * meta.dtype.itemsize)
+            self._in_pool.add(number)
+        else:
+            fill(place, storage)
+            self._in_pool.discard(number)
+
+    def _alive(self) -> frozenset[int]:
+        """The storages that the call has made, and that Python holds."""
+        slots, made = self._script.slots, self._script.made
+        return frozenset(
+            slots[slot].storage  # type: ignore[union-attr]
+            for slot, tensor in self._weak.items()
+            if slots[slot].storage in made and tensor() is not None  # type: ignore[union-attr]
+        )
+
+    # -- another way
+
+    def leave(self, why: str) -> None:
+        """The call goes another way from here on: runs what it has issued, as it was issued, and
+        lets the rest run as it is.
+        """
+        if self.left or self.is_over:
+            return
+        self.left = why
+        with interrupts_wait(), disable_current_modes(), self._around():
+            if self._parts is not None:
+                self._parts.close()
+            self._run_issued()
+
+    def _run_issued(self) -> None:
+        script = self._script
+        slots = script.slots
+        issued = range(self._start, self._at)
+        values: dict[int, Any] = {}
+        last: dict[int, int] = {}
+        for index in issued:
+            for slot in _slots(self._entries[index]):
+                last[slots[slot].storage] = index  # type: ignore[union-attr]
+        alive = self._alive()
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def value(slot: int) -> Any:
+            if slot in values:
+                return values[slot]
+            if slot in self._bound:
+                return self._bound[slot]
+            meta = slots[slot]
+            assert meta is not None
+            storage = held.get(meta.storage)
+            if storage is None:
+                storage = self._places.get(meta.storage)
+            if storage is not None:
+                return tensor_in(storage, meta)
+            tensor = self._weak[slot]()
+            assert tensor is not None, "it is from outside, and bound"
+            return tensor
+
+        for index in issued:
+            entry = self._entries[index]
+            if script.runs[index]:
+                continue
+            args, kwargs = self._decoded(index, entry, value)
+            result = entry.func(*args, **kwargs)
+            flat = (result,) if entry.sequence is None else result
+            for item, one in zip(flat, entry.results, strict=True):
+                if type(one) is Made:
+                    values[one.slot] = item
+                    number = slots[one.slot].storage  # type: ignore[union-attr]
+                    if entry.kind == "kernel" and number not in held:
+                        held[number] = item.untyped_storage()
+            for number in [one for one in held if last.get(one, -1) <= index and one not in alive]:
+                del held[number]
+                for slot in [s for s in values if slots[s].storage == number]:  # type: ignore[union-attr]
+                    del values[slot]
+        values.clear()
+        for number, storage in held.items():
+            fill(self._places[number], storage)
+            self._filled.add(number)
+        self._bound.clear()
+
+    def _decoded(self, at: int, entry: Entry, value: Callable[[int], Any]) -> tuple[Any, dict[str, Any]]:
+        leaf = -1
+        live = self._script.live
+
+        def real(item: Any) -> Any:
+            nonlocal leaf
+            leaf += 1
+            if type(item) is Ref:
+                return value(item.slot)
+            if type(item) in (tuple, list):
+                return type(item)(map(real, item))
+            slot = live.get((at, leaf))
+            return item if slot is None else self._bound[slot]
+
+        args = tuple(map(real, entry.args))
+        kwargs = {}
+        for key, item in entry.kwargs.items():
+            leaf += 1
+            kwargs[key] = real(item)
+        return args, kwargs
+
+    def release(self) -> None:
+        """The call is over: what Python still holds in the pool gets memory of its own."""
+        alive = self._alive()
+        for number in self._in_pool & alive:
+            own(self._places[number])
+        if self._parts is not None:
+            self._parts.close()
+
+
+def _slots(entry: Entry) -> Iterator[int]:
+    from roam.runtime.beside.recording import refs
+
+    yield from refs(entry.args)
+    yield from refs(entry.kwargs)
+    for one in entry.results:
+        if type(one) is Made:
+            yield one.slot

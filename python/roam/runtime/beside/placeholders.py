@@ -1,0 +1,84 @@
+"""Placeholders: tensors with everything but memory, which they get when their kernels have run.
+
+A storage of a placeholder has a size and no memory; whatever reads it raises an error. Views of it
+are made, and autograd works on it, as on any other. Its memory is put in its place where it lies,
+so that everything that holds the storage has it: variables of the user's, views, autograd's graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roam.program.ir import TensorMeta
+from roam.torch_compat.private import (
+    STORAGES_SWAP,
+    allow_access,
+    forbid_access,
+    storage_at,
+    storage_pointer,
+)
+
+_UNREAD = (
+    "a step that runs beside its plan reads a tensor in a way that roam does not see; please report it, and "
+    "read it by x.item(), x.tolist() or x.numpy()"
+)
+
+
+def is_possible() -> bool:
+    """Whether this PyTorch can put memory into storages."""
+    return STORAGES_SWAP
+
+
+class WeakStorage:
+    """A storage that is not kept alive."""
+
+    __slots__ = ("_pointer",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._pointer = storage._weak_ref()
+
+    def expired(self) -> bool:
+        """Whether nothing holds the storage any more."""
+        return bool(torch.UntypedStorage._expired(self._pointer))
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._pointer)
+
+
+def placeholder(meta: TensorMeta, size_bytes: int) -> torch.Tensor:
+    """A tensor in a storage without memory."""
+    storage = storage_at(0, meta.device, size_bytes)
+    tensor = tensor_in(storage, meta)
+    forbid_access(storage_pointer(storage), _UNREAD)
+    return tensor
+
+
+def fill(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Gives a storage the memory of another one, which is then not to be used any more."""
+    allow_access(storage_pointer(storage))
+    storage._swap_data_ptr_(other)
+
+
+def fill_at(storage: torch.UntypedStorage, address: int) -> None:
+    """Gives a storage memory that something else owns."""
+    fill(storage, storage_at(address, storage.device, storage.nbytes()))
+
+
+def own(storage: torch.UntypedStorage) -> None:
+    """Copies what a storage has to memory of its own."""
+    fill(storage, storage.clone())
+
+
+def tensor_in(storage: torch.UntypedStorage, meta: TensorMeta) -> torch.Tensor:
+    """A tensor in a storage."""
+    tensor = torch.empty(0, dtype=meta.dtype, device=meta.device).set_(
+        storage, meta.offset, meta.shape, meta.stride
+    )
+    result: Any = tensor
+    if meta.is_conj:
+        result = torch._conj(result)
+    if meta.is_neg:
+        result = torch._neg_view(result)
+    return result  # type: ignore[no-any-return]

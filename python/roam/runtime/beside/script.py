@@ -1,0 +1,332 @@
+"""What a call is compared with, operator by operator, and the program that runs its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roam.capture.tracing.kernel_facts import facts_of
+from roam.kernels.recurrent import as_run
+from roam.program.barrier import barrier
+from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
+from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
+
+aten = torch.ops.aten
+_SMALL_BYTES = 16
+"""Of tensors on the CPU with no more than this, such as counts of steps, Python may ask at once."""
+_SHAPED = frozenset({"arange", "range", "linspace", "logspace"})
+Place = tuple[int, int]
+"""(entry, leaf of its arguments)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outside:
+    """A value that a call brings: a tensor that it has not made, or a number."""
+
+    slot: int
+    path: str
+    kind: str
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """A barrier of the program, or its end.
+
+    Attributes:
+        held: for each argument of the barrier, its slot. The first of each storage stands for it.
+        alive: storages that Python may hold there.
+        brings: slots that the calls after it take from outside.
+    """
+
+    held: list[int]
+    alive: frozenset[int]
+    brings: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Script:
+    """One way that calls of the step go.
+
+    Attributes:
+        entries: the recorded operators.
+        runs: for each entry, whether it is run where it stands; the others by the plan.
+        moments: for each entry at which Python waits for the plan, the number of the barrier.
+        barriers: these, and the end as the last.
+        brings: slots that the first calls take from outside.
+        program: what the plan runs.
+        live: the slots of the numbers that change from call to call, by their places.
+        made: storages that the program makes.
+    """
+
+    entries: list[Entry]
+    slots: list[TensorMeta | None]
+    runs: list[bool]
+    moments: dict[int, int]
+    barriers: list[Moment]
+    brings: list[int]
+    program: Program
+    live: dict[Place, int]
+    made: frozenset[int]
+    size_bytes: list[int]
+    inputs: frozenset[int] = frozenset()
+
+
+def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
+    """The places of the numbers in which two recordings differ; None if they differ in more."""
+    if len(one.entries) != len(other.entries) or one.slots != other.slots or one.met != other.met:
+        return None
+    if [s.size_bytes for s in one.storages] != [s.size_bytes for s in other.storages]:
+        return None
+    places: set[Place] = set()
+    for index, (a, b) in enumerate(zip(one.entries, other.entries, strict=True)):
+        if (a.kind, a.func, a.results, a.writes, a.dtype) != (b.kind, b.func, b.results, b.writes, b.dtype):
+            return None
+        ours, theirs = list(leaves(a)), list(leaves(b))
+        if len(ours) != len(theirs):
+            return None
+        for leaf, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+            if is_same(x, y):
+                continue
+            if type(x) is not type(y) or type(x) not in (float, int) or not may_change(a, x):
+                return None
+            places.add((index, leaf))
+    return places
+
+
+def may_change(entry: Entry, number: Any) -> bool:
+    """Whether an operator makes tensors of the same form whatever this number is."""
+    if entry.func is None or entry.kind != "kernel":
+        return False
+    if str(entry.func).split(".")[1].rstrip("_") in _SHAPED:
+        return False
+    if type(number) is float:
+        return True
+    kinds = {str(argument.type) for argument in entry.func._schema.arguments}
+    return "int" not in " ".join(kinds) and not entry.func.name().startswith("aten::pow")
+
+
+def leaves(entry: Entry) -> Iterator[Any]:
+    """All that an operator is given, in order."""
+    yield from _leaves(entry.args)
+    for key, value in entry.kwargs.items():
+        yield key
+        yield from _leaves((value,))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for item in value:
+        if type(item) in (tuple, list):
+            yield len(item)
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return repr(one) == repr(other) if type(one) is float else bool(one == other)
+
+
+def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: set[Place]) -> Script:
+    """The script of a recording.
+
+    Args:
+        alive: for each entry, and for the end, the storages that Python may hold there.
+        changing: the numbers that change from call to call.
+    """
+    entries = recording.entries
+    runs = _run_at_once(recording)
+    storages = recording.storages
+    is_made = [
+        seen.creator >= 0 and not runs[seen.creator] for seen in storages
+    ]  # by the program
+    storage_of = [meta.storage for meta in recording.slots]
+    slots: list[TensorMeta | None] = list(recording.slots)
+    live: dict[Place, int] = {}
+    for place in sorted(changing):
+        live[place] = len(slots)
+        slots.append(None)
+
+    calls: list[Call] = []
+    creators: dict[int, int] = {}
+    moments: dict[int, int] = {}
+    barriers: list[Moment] = []
+    at_barrier: list[int] = []
+    dirty: set[int] = set()
+    draws = False
+    made: dict[int, int] = {}
+    """For each slot that the program makes, the call."""
+    needs: dict[int, int] = {}
+    """For each slot that comes from outside, the number of barriers before its first use."""
+
+    def use(slot: int, entry: Entry) -> None:
+        if slot in made or slot in needs:
+            return
+        meta = slots[slot]
+        if meta is not None and is_made[meta.storage]:
+            base = first_of[meta.storage]
+            made[slot] = len(calls)
+            layout = list(meta.shape), list(meta.stride), meta.offset
+            calls.append(
+                Call(aten.as_strided.default, (ref_to(base), *layout), {}, (slot,), False, entry.phase, entry.source)
+            )
+        else:
+            needs[slot] = len(barriers)
+
+    first_of: dict[int, int] = {}
+    """For each storage that the program makes, the slot that was made with it."""
+    for index, entry in enumerate(entries):
+        if entry.kind in ("now", "settle"):
+            if entry.kind == "now":
+                waits = any(storage_of[slot] in dirty for slot in _refs(entry))
+            else:
+                waits = bool(dirty.intersection(entry.args)) if entry.args else draws
+            if waits:
+                moments[index] = len(barriers)
+                held = [one for one in sorted(alive[index]) if one in first_of]
+                barriers.append(Moment(held, alive[index], []))
+                at_barrier.append(len(calls))
+                calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
+                dirty, draws = set(), False
+            continue
+        if runs[index]:
+            continue
+        facts = facts_of(entry.func)
+        for slot in _refs(entry):
+            use(slot, entry)
+        args, kwargs = _with_numbers(index, entry, live)
+        for place, number in live.items():
+            if place[0] == index:
+                needs[number] = len(barriers)
+        if entry.dtype is not None:
+            kwargs = {**kwargs, "dtype": entry.dtype}
+        outputs = tuple(one.slot if type(one) is Made else None for one in entry.results)
+        call = Call(
+            as_run(entry.func), args, kwargs, outputs, entry.sequence is not None, entry.phase, entry.source,
+            mutates=entry.writes, random=facts.is_random, is_check=facts.is_check,
+        )  # fmt: skip
+        for slot in outputs:
+            if slot is not None:
+                made[slot] = len(calls)
+                storage = storage_of[slot]
+                if storages[storage].creator == index and storage not in creators:
+                    creators[storage] = len(calls)
+                    first_of[storage] = slot
+                if entry.kind == "kernel":
+                    dirty.add(storage)
+        dirty.update(storage_of[slot] for slot in entry.writes)
+        draws = draws or facts.is_random
+        calls.append(call)
+
+    ends = [*at_barrier, len(calls)]
+    for number, moment in enumerate(barriers):
+        later = {slot for call in calls[ends[number] + 1 :] for slot in call.refs()}
+        held: list[int] = []
+        for storage in moment.held:
+            held.append(first_of[storage])
+            held += [
+                slot
+                for slot, call in made.items()
+                if storage_of[slot] == storage and call < ends[number] and slot in later and slot != first_of[storage]
+            ]
+        moment.held = held
+        moment.brings = [slot for slot, before in needs.items() if before == number + 1]
+        call = calls[ends[number]]
+        call.args = tuple(map(ref_to, held))
+        call.outputs = tuple(moment.brings)
+    leaving = [first_of[one] for one in sorted(alive[-1]) if one in first_of]
+    barriers.append(Moment(leaving, alive[-1], []))
+    program = Program(
+        calls=calls,
+        slots=slots,
+        storages=[
+            Storage(seen.size_bytes, creators.get(number, -1), seen.name)
+            for number, seen in enumerate(storages)
+        ],
+        referenced=[(_outside(slot, recording, slots), slot) for slot in needs],
+        result=Result(leaves=[ref_to(slot) for slot in leaving]),
+    )
+    return Script(
+        entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
+        program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
+    )  # fmt: skip
+
+
+def _refs(entry: Entry) -> list[int]:
+    return refs(entry.args) + refs(entry.kwargs)
+
+
+def _run_at_once(recording: Recording) -> list[bool]:
+    """For each entry, whether it runs where it stands: small operators on the CPU of nothing but
+    such and of small tensors from outside, and views of these.
+    """
+    entries, storages = recording.entries, recording.storages
+    storage_of = [meta.storage for meta in recording.slots]
+    on_cpu = {meta.storage for meta in recording.slots if meta.device.type == "cpu"}
+    barred: set[int] = {
+        number
+        for number, seen in enumerate(storages)
+        if seen.size_bytes > _SMALL_BYTES or number not in on_cpu
+    }
+    while True:
+        free = {number for number, seen in enumerate(storages) if seen.creator < 0} - barred
+        runs = []
+        for entry in entries:
+            made = {storage_of[one.slot] for one in entry.results if type(one) is Made}
+            used = {storage_of[slot] for slot in _refs(entry)}
+            if entry.kind in ("now", "settle"):
+                runs.append(True)
+            elif not made and not entry.writes and not facts_of(entry.func).is_check:
+                runs.append(True)  # it hands on what it is given
+            elif free.issuperset(used) and barred.isdisjoint(made) and not facts_of(entry.func).is_random:
+                runs.append(True)
+                free |= made
+            else:
+                runs.append(False)
+        written = {storage_of[slot] for entry in entries for slot in entry.writes}
+        pending = {
+            storage
+            for entry, is_run in zip(entries, runs, strict=True)
+            if not is_run
+            for storage in (*map(storage_of.__getitem__, _refs(entry)),)
+        }
+        more = (written & pending & free) - barred
+        if not more:
+            return runs
+        barred |= more
+
+
+def _with_numbers(index: int, entry: Entry, live: dict[Place, int]) -> tuple[Any, dict[str, Any]]:
+    """The arguments, with slots for numbers that change."""
+    numbers = {leaf: slot for (one, leaf), slot in live.items() if one == index}
+    if not numbers:
+        return entry.args, entry.kwargs
+    count = -1
+
+    def replaced(value: Any) -> Any:
+        nonlocal count
+        count += 1
+        if type(value) in (tuple, list):
+            return type(value)(map(replaced, value))
+        return ref_to(numbers[count]) if count in numbers else value
+
+    args = tuple(map(replaced, entry.args))
+    kwargs = {}
+    for key, value in entry.kwargs.items():
+        count += 1
+        kwargs[key] = replaced(value)
+    return args, kwargs
+
+
+def _outside(slot: int, recording: Recording, slots: list[TensorMeta | None]) -> Outside:
+    if slots[slot] is None:
+        return Outside(slot, f"number {slot}", "live")
+    kind = "parameter" if slot in recording.parameters else "buffer"
+    return Outside(slot, f"tensor {slot}", kind)
