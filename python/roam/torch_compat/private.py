@@ -87,6 +87,8 @@ c_pointer: Callable[[Any], int] = operator.attrgetter("_cdata")
 the same."""
 storage_pointer: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
 """As `c_pointer`, of a storage, while attributes of storages are patched."""
+storage_of: Callable[[Any], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+"""A tensor's storage, also while that method is patched."""
 storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = (
     torch._C._construct_storage_from_data_pointer
 )

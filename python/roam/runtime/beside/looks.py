@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from roam.torch_compat.patches import replaced
+from roam.torch_compat.private import TENSOR_DATA, disable_current_modes, dispatch_modes
+
+_LOOKS = (
+    "__repr__", "__str__", "__format__", "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage",
+    "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__",
+)  # fmt: skip
+_GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
+_CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
+
+
+class Looked(Protocol):
+    """Is told of each look."""
+
+    is_busy: bool
+    """Whether what runs now is no Python of the step's."""
+
+    def settle(self, tensor: torch.Tensor | None) -> None:
+        """Python looks at a tensor's memory; None: at random generators."""
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to get other data."""
+
 
 @contextmanager
-def looking(settle: Callable[[torch.Tensor | None], None]) -> Iterator[None]:
-    yield
+def looking(one: Looked) -> Iterator[None]:
+    """In the block, looks of this thread are told, before anything is seen."""
+    thread, depth = threading.get_ident(), 0
+
+    def is_ours() -> bool:
+        return depth == 0 and not one.is_busy and (threading.get_ident() == thread or one in dispatch_modes())
+
+    def telling(original: Callable[..., Any], *, of_tensor: bool) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def look(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if not is_ours():
+                return original(*args, **kwargs)
+            depth += 1
+            try:
+                with disable_current_modes():
+                    one.settle(args[0] if of_tensor else None)
+                    return original(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return look
+
+    def assign(tensor: torch.Tensor, data: Any) -> None:
+        if is_ours():
+            with disable_current_modes():
+                one.assigned(tensor)
+        TENSOR_DATA.__set__(tensor, data)
+
+    patches = [
+        (torch.Tensor, name, telling(getattr(torch.Tensor, name), of_tensor=True)) for name in _LOOKS
+    ]
+    patches.append((torch.Tensor, "data", property(TENSOR_DATA.__get__, assign)))
+    for modules, names in (((torch, torch.random), _GENERATORS), ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS)):
+        for name in names:
+            look = telling(getattr(modules[1], name), of_tensor=False)
+            patches += [(module, name, look) for module in modules if hasattr(module, name)]
+    with replaced(patches):
+        yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from roam.runtime.beside.placeholders import fill, fill_at, own, placeholder, te
 from roam.runtime.beside.recording import  Entry, Given, Made, at_path, is_passed, meta_of
 from roam.runtime.beside.script import Script, is_same
 from roam.runtime.executor import Executor
-from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_pointer
+from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_of, storage_pointer
 
 _Tensor = torch.Tensor
 
@@ -51,6 +51,7 @@ class Matched(TorchDispatchMode):
         super().__init__()
         self.left = ""
         self.is_over = False
+        self.is_busy = False
         self._script, self._entries, self._executor = script, script.entries, executor
         self._inputs, self._slot_of, self._around = inputs, slot_of, around
         self._may_leave = may_leave
@@ -123,10 +124,10 @@ class Matched(TorchDispatchMode):
             if type(one) is Made:
                 storage = self._script.slots[one.slot].storage  # type: ignore[union-attr]
                 if storage not in self._places and storage not in self._pointers:
-                    pointer = storage_pointer(item.untyped_storage())
+                    pointer = storage_pointer(storage_of(item))
                     self._outside[pointer] = storage
                     self._pointers[storage] = pointer
-                    self._kept.append(item.untyped_storage())
+                    self._kept.append(storage_of(item))
                 self._tag(one.slot, item)
                 if one.slot in self._script.inputs:
                     self._bound[one.slot] = item
@@ -135,7 +136,7 @@ class Matched(TorchDispatchMode):
         meta = self._script.slots[slot]
         assert meta is not None
         tensor = placeholder(meta, self._script.size_bytes[meta.storage])
-        storage = self._places[meta.storage] = tensor.untyped_storage()
+        storage = self._places[meta.storage] = storage_of(tensor)
         pointer = storage_pointer(storage)
         self._outside[pointer] = meta.storage
         self._pointers[meta.storage] = pointer
@@ -180,7 +181,7 @@ class Matched(TorchDispatchMode):
     def _is_at(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the one of a slot; one that is met for the first time becomes it."""
         known = self._weak.get(slot)
-        pointer = storage_pointer(tensor.untyped_storage())
+        pointer = storage_pointer(storage_of(tensor))
         meta = self._script.slots[slot]
         assert meta is not None
         if known is not None:
@@ -193,10 +194,10 @@ class Matched(TorchDispatchMode):
                 return False
             self._outside[pointer] = meta.storage
             self._pointers[meta.storage] = pointer
-            self._kept.append(tensor.untyped_storage())
+            self._kept.append(storage_of(tensor))
         elif number != meta.storage:
             return False
-        if tensor.untyped_storage().nbytes() != self._script.size_bytes[meta.storage]:
+        if storage_of(tensor).nbytes() != self._script.size_bytes[meta.storage]:
             return False
         if meta_of(tensor, meta.storage) != meta:
             return False
@@ -204,6 +205,16 @@ class Matched(TorchDispatchMode):
         if slot in self._script.inputs:
             self._bound[slot] = tensor
         return True
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Around what is no Python of the step's."""
+        self.is_busy = True
+        try:
+            with interrupts_wait(), disable_current_modes(), self._around():
+                yield
+        finally:
+            self.is_busy = False
 
     # -- the plan
 
@@ -213,7 +224,7 @@ class Matched(TorchDispatchMode):
             return
         args: tuple[Any, ...] = ()
         if tensor is not None:
-            number = self._outside.get(storage_pointer(tensor.untyped_storage()))
+            number = self._outside.get(storage_pointer(storage_of(tensor)))
             if number is None:
                 return
             args = (number,)
@@ -224,6 +235,10 @@ class Matched(TorchDispatchMode):
                 self.leave("the step looks at values where it did not")
             elif at not in self._script.moments or self._pass(at):
                 self._at = at + 1
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor gets other data."""
+        self.leave("the step gives a tensor other data")
 
     def finish(self) -> None:
         """The function has returned: runs the rest by the plan."""
@@ -266,7 +281,7 @@ class Matched(TorchDispatchMode):
     def _advance(self, gets: list[Any], *, is_end: bool = False) -> list[Any]:
         """Runs the plan to the next barrier, or to its end."""
         script = self._script
-        with interrupts_wait(), disable_current_modes(), self._around():
+        with self._kernels():
             try:
                 if self._parts is None:
                     inputs = [self._bound[slot] for slot in self._inputs]
@@ -288,7 +303,7 @@ class Matched(TorchDispatchMode):
         meta = self._script.slots[slot]
         assert meta is not None
         number = meta.storage
-        place, storage = self._places[number], value.untyped_storage()
+        place, storage = self._places[number], storage_of(value)
         if storage_pointer(place) == storage_pointer(storage):
             return
         pool = self._executor.bindings.pool
@@ -319,7 +334,7 @@ class Matched(TorchDispatchMode):
         if self.left or self.is_over:
             return
         self.left = why
-        with interrupts_wait(), disable_current_modes(), self._around():
+        with self._kernels():
             if self._parts is not None:
                 self._parts.close()
             self._run_issued()
@@ -364,7 +379,7 @@ class Matched(TorchDispatchMode):
                     values[one.slot] = item
                     number = slots[one.slot].storage  # type: ignore[union-attr]
                     if entry.kind == "kernel" and number not in held:
-                        held[number] = item.untyped_storage()
+                        held[number] = storage_of(item)
             for number in [one for one in held if last.get(one, -1) <= index and one not in alive]:
                 del held[number]
                 for slot in [s for s in values if slots[s].storage == number]:  # type: ignore[union-attr]

@@ -16,8 +16,9 @@ from roam.capture.tracing.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, w
 from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
 from roam.program.ir import Ref, Source, TensorMeta, ref_to
+from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import WeakStorage
-from roam.torch_compat.private import OpOverload, TorchDispatchMode, storage_pointer
+from roam.torch_compat.private import OpOverload, TorchDispatchMode, storage_of, storage_pointer
 
 aten = torch.ops.aten
 _PASSED = frozenset({torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default})
@@ -98,6 +99,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, frames: Frames) -> None:
         super().__init__()
         self.recording = Recording()
+        self.is_busy = False
         self._frames = frames
         self._ids: dict[int, int] = {}
         self._weak: list[weakref.ref[torch.Tensor]] = []
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         """Python looks at a tensor's memory, or at random generators (None)."""
         args: tuple[Any, ...] = ()
         if tensor is not None:
-            number = self._numbers.get(storage_pointer(tensor.untyped_storage()))
+            number = self._numbers.get(storage_pointer(storage_of(tensor)))
             if number is None:
                 return
             args = (number,)
@@ -133,6 +135,11 @@ class Recorder(TorchDispatchMode):
         self.recording.entries.append(
             Entry("settle", None, args, {}, phase=phase, source=source, alive=self._alive())
         )
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor gets other data."""
+        if storage_pointer(storage_of(tensor)) in self._numbers:
+            self.fail("it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)", "storage_replaced")
 
     def end(self) -> Recording:
         """The recording; to be asked for when the block has ended."""
@@ -195,7 +202,7 @@ class Recorder(TorchDispatchMode):
             if item.layout is not torch.strided:
                 self.fail("it returns a tensor that is not strided", "refused_operator", func)
                 return result
-            pointer = storage_pointer(item.untyped_storage())
+            pointer = storage_pointer(storage_of(item))
             known = self._numbers.get(pointer)
             if known is None:
                 is_kernel = True
@@ -229,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
     def _slot(self, tensor: torch.Tensor) -> int:
         known = self._ids.get(id(tensor))
-        pointer = storage_pointer(tensor.untyped_storage())
+        pointer = storage_pointer(storage_of(tensor))
         if known is not None and self._weak[known]() is tensor:
             if self._numbers.get(pointer) == self.recording.slots[known].storage:
                 return known
@@ -243,7 +250,7 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def _new_storage(self, tensor: torch.Tensor, creator: int, name: str) -> int:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         number = self._numbers[storage_pointer(storage)] = len(self._storages)
         self._storages.append(WeakStorage(storage))
         self.recording.storages.append(Seen(storage.nbytes(), creator, name))
@@ -264,7 +271,9 @@ def is_passed(func: Any) -> bool:
 
 def is_now(func: Any) -> bool:
     """Whether an operator gives Python a value, or makes tensors whose shapes follow from values."""
-    return func in _VALUES or any(
+    if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
+        return True
+    return any(
         tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
 

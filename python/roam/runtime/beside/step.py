@@ -82,7 +82,7 @@ class Beside:
         frames = Frames({}, {})
         frames.root = sys._getframe().f_code
         recorder = Recorder(frames)
-        with looking(recorder.settle), recorder:
+        with looking(recorder), recorder:
             result = self._function(*args, **kwargs)
         recording = recorder.end()
         if recording.failed is not None:
@@ -127,7 +127,7 @@ class Beside:
                 planned.script, planned.executor, planned.inputs, {}, planned.around, self._may_leave
             )
             try:
-                with looking(matched.settle), matched:
+                with looking(matched), matched:
                     result = self._function(*args, **kwargs)
             except BaseException as error:
                 matched.leave(f"it raised {type(error).__name__}")
