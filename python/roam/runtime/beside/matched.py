@@ -19,7 +19,7 @@ from roam.runtime.beside.placeholders import fill, fill_at, own, placeholder, te
 from roam.runtime.beside.recording import  Entry, Given, Made, at_path, is_passed, meta_of
 from roam.runtime.beside.script import Script, is_same
 from roam.runtime.executor import Executor
-from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_of, storage_pointer
+from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_of, storage_pointer, version_of
 
 _Tensor = torch.Tensor
 
@@ -37,15 +37,12 @@ class Matched(TorchDispatchMode):
         script: Script,
         executor: Executor,
         inputs: list[int],
-        slot_of: dict[int, int],
         around: Callable[[], AbstractContextManager[Any]],
-        may_leave: bool,
     ) -> None:
         """Begins a call.
 
         Args:
             inputs: the script's slots of the executor's inputs, in their order.
-            slot_of: for each slot of the executor's program that a barrier brings, the script's.
             around: what kernels run in.
         """
         super().__init__()
@@ -53,8 +50,12 @@ class Matched(TorchDispatchMode):
         self.is_over = False
         self.is_busy = False
         self._script, self._entries, self._executor = script, script.entries, executor
-        self._inputs, self._slot_of, self._around = inputs, slot_of, around
-        self._may_leave = may_leave
+        self._inputs, self._around = inputs, around
+        self.may_leave = True
+        self.failure: BaseException | None = None
+        """Why a kernel of the plan, or the plan itself, has failed."""
+        self.torn: list[tuple[torch.Tensor, int]] = []
+        """What was changed before a kernel failed, with the versions."""
         self._at = 0
         self._start = 0
         """The first entry that the plan has not run yet."""
@@ -82,6 +83,8 @@ class Matched(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.left:
+            if self.failure is not None:
+                raise self.failure
             return func(*args, **kwargs)
         at = self._at
         entry = self._entries[at] if at < len(self._entries) else None
@@ -242,6 +245,8 @@ class Matched(TorchDispatchMode):
 
     def finish(self) -> None:
         """The function has returned: runs the rest by the plan."""
+        if self.failure is not None:  # which the step's own code has caught
+            raise self.failure
         if self.left:
             return
         if self._at != len(self._entries):
@@ -295,8 +300,38 @@ class Matched(TorchDispatchMode):
             except StopIteration as end:
                 assert is_end, "the plan has a part for each barrier"
                 values = end.value[0]
+            except BaseException as error:
+                raise self._failed(error) from error
             self._barrier += 1
         return values  # type: ignore[no-any-return]
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
+        nothing else runs of this call.
+        """
+        self.left = "a kernel failed"
+        failure = self._executor.failure(error)
+        slots, program = self._script.slots, self._executor.program
+        numbers = {slot: outside.slot for outside, slot in program.referenced}
+        stores = {program.storage_of(slot): slot for slot in numbers}
+        order = self._executor.bindings.order
+        done = order if failure is None else order[: failure.step + 1]
+        for index in done:
+            for slot in program.calls[index].mutates:
+                given = stores.get(program.storage_of(slot))
+                if given is not None and numbers[given] in self._bound:
+                    tensor = self._bound[numbers[given]]
+                    self.torn.append((tensor, version_of(tensor)))
+        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
+        after = "some state has been updated, and the rest has not" if self.torn else "no state has been updated"
+        self.failure = ExecutionError(
+            f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
+            f"end; {after}",
+            code="torn" if self.torn else "failed",
+            operator="" if failure is None else failure.call.name,
+            source="" if failure is None else str(failure.call.source),
+        )
+        return self.failure
 
     def _put(self, slot: int, value: torch.Tensor) -> None:
         """Gives a placeholder's storage the memory of what a kernel has made."""
@@ -334,10 +369,22 @@ class Matched(TorchDispatchMode):
         if self.left or self.is_over:
             return
         self.left = why
+        if not self.may_leave:
+            self.failure = ExecutionError(
+                f"the step goes another way than its plan, and on_change='raise' keeps it from going on: {why}; what it "
+                "has done in Python stays",
+                code="no_plan_fits",
+            )
+            raise self.failure
         with self._kernels():
             if self._parts is not None:
                 self._parts.close()
             self._run_issued()
+
+    def raised(self, error: BaseException) -> None:
+        """The step's own code has raised: as in eager PyTorch, what came before has run."""
+        self.may_leave = True
+        self.leave(f"it raised {type(error).__name__}")
 
     def _run_issued(self) -> None:
         script = self._script
