@@ -250,6 +250,7 @@ class Executor:
                         values[slot] = value
                         check.note(slot, value)
                 gets = None
+                check.forget_generator()  # Python may have drawn, or set its state
                 self._forget(step, index, values)
                 continue
             try:

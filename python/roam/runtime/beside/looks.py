@@ -33,6 +33,9 @@ class Looked(Protocol):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
 
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """`x.data` has been asked for."""
+
 
 @contextmanager
 def looking(one: Looked) -> Iterator[None]:
@@ -58,6 +61,12 @@ def looking(one: Looked) -> Iterator[None]:
 
         return look
 
+    def data(tensor: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
+        if is_ours():
+            one.aliased(tensor, alias)
+        return alias
+
     def assign(tensor: torch.Tensor, data: Any) -> None:
         if is_ours():
             with disable_current_modes():
@@ -67,7 +76,7 @@ def looking(one: Looked) -> Iterator[None]:
     patches = [
         (torch.Tensor, name, telling(getattr(torch.Tensor, name), of_tensor=True)) for name in _LOOKS
     ]
-    patches.append((torch.Tensor, "data", property(TENSOR_DATA.__get__, assign)))
+    patches.append((torch.Tensor, "data", property(data, assign)))
     for modules, names in (((torch, torch.random), _GENERATORS), ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS)):
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)

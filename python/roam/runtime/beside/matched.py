@@ -15,7 +15,7 @@ from roam.capture.tracing.kernel_facts import facts_of
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref
-from roam.runtime.beside.placeholders import fill, fill_at, own, placeholder, tensor_in
+from roam.runtime.beside.placeholders import WeakStorage, fill, fill_at, own, placeholder, tensor_in
 from roam.runtime.beside.recording import  Entry, Given, Made, at_path, is_passed, meta_of
 from roam.runtime.beside.script import Script, is_same
 from roam.runtime.executor import Executor
@@ -66,13 +66,16 @@ class Matched(TorchDispatchMode):
         """Values from outside, by their slots, for as long as the plan needs them."""
         self._outside: dict[int, int] = {}
         """Numbers of storages, by their pointers, of those that are not placeholders."""
-        self._kept: list[torch.UntypedStorage] = []
-        self._places: dict[int, torch.UntypedStorage] = {}
-        """Storages of placeholders, by their numbers."""
+        self._places: dict[int, WeakStorage] = {}
+        """The storages met, by their numbers. Autograd adds in place where nothing else holds a
+        storage, so none is held."""
         self._pointers: dict[int, int] = {}
         """Pointers of the storages met, by their numbers."""
-        self._filled: set[int] = set()
         self._in_pool: set[int] = set()
+        self._lent: set[int] = set()
+        """Storages that the executor holds too, since the last barrier."""
+        self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """Tensors that no operator has made, with the numbers of their storages."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
         self._drawn: torch.Tensor | None = None
 
@@ -126,25 +129,26 @@ class Matched(TorchDispatchMode):
         for item, one in zip(flat, entry.results, strict=True):
             if type(one) is Made:
                 storage = self._script.slots[one.slot].storage  # type: ignore[union-attr]
-                if storage not in self._places and storage not in self._pointers:
-                    pointer = storage_pointer(storage_of(item))
-                    self._outside[pointer] = storage
-                    self._pointers[storage] = pointer
-                    self._kept.append(storage_of(item))
+                if storage not in self._places:
+                    self._meet(storage, storage_of(item))
                 self._tag(one.slot, item)
                 if one.slot in self._script.inputs:
-                    self._bound[one.slot] = item
+                    meta = self._script.slots[one.slot]
+                    assert meta is not None
+                    self._bound[one.slot] = tensor_in(storage_of(item), meta)  # nobody else holds the item
 
     def _placeholder(self, slot: int) -> torch.Tensor:
         meta = self._script.slots[slot]
         assert meta is not None
         tensor = placeholder(meta, self._script.size_bytes[meta.storage])
-        storage = self._places[meta.storage] = storage_of(tensor)
-        pointer = storage_pointer(storage)
-        self._outside[pointer] = meta.storage
-        self._pointers[meta.storage] = pointer
+        self._meet(meta.storage, storage_of(tensor))
         self._tag(slot, tensor)
         return tensor
+
+    def _meet(self, number: int, storage: torch.UntypedStorage) -> None:
+        pointer = self._pointers[number] = storage_pointer(storage)
+        self._outside[pointer] = number
+        self._places[number] = WeakStorage(storage)
 
     def _tag(self, slot: int, tensor: torch.Tensor) -> None:
         self._ids[id(tensor)] = slot
@@ -195,9 +199,7 @@ class Matched(TorchDispatchMode):
         if number is None:
             if meta.storage in self._pointers or meta.storage in self._script.made:
                 return False
-            self._outside[pointer] = meta.storage
-            self._pointers[meta.storage] = pointer
-            self._kept.append(storage_of(tensor))
+            self._meet(meta.storage, storage_of(tensor))
         elif number != meta.storage:
             return False
         if storage_of(tensor).nbytes() != self._script.size_bytes[meta.storage]:
@@ -243,6 +245,12 @@ class Matched(TorchDispatchMode):
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
 
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """A tensor with the memory of another one has been made without an operator."""
+        number = self._outside.get(storage_pointer(storage_of(tensor)))
+        if number is not None:
+            self._aliases.append((number, weakref.ref(alias)))
+
     def finish(self) -> None:
         """The function has returned: runs the rest by the plan."""
         if self.failure is not None:  # which the step's own code has caught
@@ -275,7 +283,12 @@ class Matched(TorchDispatchMode):
             if meta.storage not in seen:
                 seen.add(meta.storage)
                 self._put(slot, value)
-            gets.append(tensor_in(self._places[meta.storage], meta))
+            place = self._places[meta.storage]
+            if place.expired():
+                gets.append(value)
+            else:
+                self._lent.add(meta.storage)
+                gets.append(tensor_in(place.get(), meta))
         del values
         self._start = at + 1
         self._gets = gets
@@ -338,11 +351,12 @@ class Matched(TorchDispatchMode):
         meta = self._script.slots[slot]
         assert meta is not None
         number = meta.storage
-        place, storage = self._places[number], storage_of(value)
+        if self._places[number].expired():
+            return
+        place, storage = self._places[number].get(), storage_of(value)
         if storage_pointer(place) == storage_pointer(storage):
             return
         pool = self._executor.bindings.pool
-        self._filled.add(number)
         if pool is not None and pool.owns(storage):
             offset = value.storage_offset() - meta.offset
             fill_at(place, storage.data_ptr() + offset * meta.dtype.itemsize)
@@ -353,12 +367,18 @@ class Matched(TorchDispatchMode):
 
     def _alive(self) -> frozenset[int]:
         """The storages that the call has made, and that Python holds."""
-        slots, made = self._script.slots, self._script.made
-        return frozenset(
-            slots[slot].storage  # type: ignore[union-attr]
-            for slot, tensor in self._weak.items()
-            if slots[slot].storage in made and tensor() is not None  # type: ignore[union-attr]
-        )
+        slots, made, lent = self._script.slots, self._script.made, self._lent
+        alive = {
+            number
+            for number, place in self._places.items()
+            if number in made and number not in lent and not place.expired()
+        }
+        if lent:
+            tagged = ((slots[slot].storage, one) for slot, one in self._weak.items())  # type: ignore[union-attr]
+            alive.update(
+                number for number, one in (*tagged, *self._aliases) if number in lent and one() is not None
+            )
+        return frozenset(alive)
 
     # -- another way
 
@@ -406,13 +426,7 @@ class Matched(TorchDispatchMode):
             meta = slots[slot]
             assert meta is not None
             storage = held.get(meta.storage)
-            if storage is None:
-                storage = self._places.get(meta.storage)
-            if storage is not None:
-                return tensor_in(storage, meta)
-            tensor = self._weak[slot]()
-            assert tensor is not None, "it is from outside, and bound"
-            return tensor
+            return tensor_in(self._places[meta.storage].get() if storage is None else storage, meta)
 
         for index in issued:
             entry = self._entries[index]
@@ -433,8 +447,7 @@ class Matched(TorchDispatchMode):
                     del values[slot]
         values.clear()
         for number, storage in held.items():
-            fill(self._places[number], storage)
-            self._filled.add(number)
+            fill(self._places[number].get(), storage)
         self._bound.clear()
 
     def _decoded(self, at: int, entry: Entry, value: Callable[[int], Any]) -> tuple[Any, dict[str, Any]]:
@@ -460,9 +473,9 @@ class Matched(TorchDispatchMode):
 
     def release(self) -> None:
         """The call is over: what Python still holds in the pool gets memory of its own."""
-        alive = self._alive()
-        for number in self._in_pool & alive:
-            own(self._places[number])
+        for number in self._in_pool:
+            if not self._places[number].expired():
+                own(self._places[number].get())
         if self._parts is not None:
             self._parts.close()
 

@@ -43,6 +43,10 @@ class WeakStorage:
         """Whether nothing holds the storage any more."""
         return bool(torch.UntypedStorage._expired(self._pointer))
 
+    def get(self) -> torch.UntypedStorage:
+        """The storage, which has not expired."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._pointer)
 

@@ -141,6 +141,9 @@ class Recorder(TorchDispatchMode):
         if storage_pointer(storage_of(tensor)) in self._numbers:
             self.fail("it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)", "storage_replaced")
 
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """A tensor with the memory of another one has been made without an operator."""
+
     def end(self) -> Recording:
         """The recording; to be asked for when the block has ended."""
         self.recording.alive = self._alive()
