@@ -210,7 +210,12 @@ def compile(
         cuda_graph=cuda_graph,
     )
     return Step(
-        train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans, python=python
+        train_step,
+        on_change=on_change,
+        keep_grads=keep_grads,
+        options=options,
+        max_plans=max_plans,
+        python=python,
     )
 
 
@@ -625,7 +630,11 @@ class Step:
         beside = [] if self._beside is None else self._beside.plans
         return [
             *((self._name, planned.choice.plan) for planned in beside),
-            *((runner.name, runner.plan) for captured in self._captures for runner in captured.runners),
+            *(
+                (runner.name, runner.plan)
+                for captured in self._captures
+                for runner in captured.runners
+            ),
         ]
 
     @property

@@ -8,15 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy
 import torch
 
+from roam.runtime.beside.placeholders import note_known
 from roam.torch_compat.patches import replaced
-from roam.torch_compat.private import TENSOR_DATA, disable_current_modes, dispatch_modes
+from roam.torch_compat.private import TENSOR_DATA, disable_current_modes, dispatch_modes, storage_of
 
 _LOOKS = (
     "__repr__", "__str__", "__format__", "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage",
     "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__",
 )  # fmt: skip
+_GIVING = frozenset(
+    {"numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"}
+)
+"""Those after which Python has the memory."""
 _GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
 _CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
 
@@ -33,6 +39,9 @@ class Looked(Protocol):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
 
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory, and has it for as long as it has `by`."""
+
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """`x.data` has been asked for."""
 
@@ -43,9 +52,15 @@ def looking(one: Looked) -> Iterator[None]:
     thread, depth = threading.get_ident(), 0
 
     def is_ours() -> bool:
-        return depth == 0 and not one.is_busy and (threading.get_ident() == thread or one in dispatch_modes())
+        return (
+            depth == 0
+            and not one.is_busy
+            and (threading.get_ident() == thread or one in dispatch_modes())
+        )
 
-    def telling(original: Callable[..., Any], *, of_tensor: bool) -> Callable[..., Any]:
+    def telling(
+        original: Callable[..., Any], *, of_tensor: bool, gives_memory: bool = False
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def look(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
@@ -55,7 +70,12 @@ def looking(one: Looked) -> Iterator[None]:
             try:
                 with disable_current_modes():
                     one.settle(args[0] if of_tensor else None)
-                    return original(*args, **kwargs)
+                    if gives_memory and storage_of(args[0]).resizable():
+                        note_known(storage_of(args[0]))
+                    result = original(*args, **kwargs)
+                    if gives_memory:
+                        one.exposed(args[0], result if type(result) is numpy.ndarray else None)
+                    return result
             finally:
                 depth -= 1
 
@@ -74,10 +94,18 @@ def looking(one: Looked) -> Iterator[None]:
         TENSOR_DATA.__set__(tensor, data)
 
     patches = [
-        (torch.Tensor, name, telling(getattr(torch.Tensor, name), of_tensor=True)) for name in _LOOKS
+        (
+            torch.Tensor,
+            name,
+            telling(getattr(torch.Tensor, name), of_tensor=True, gives_memory=name in _GIVING),
+        )
+        for name in _LOOKS
     ]
     patches.append((torch.Tensor, "data", property(data, assign)))
-    for modules, names in (((torch, torch.random), _GENERATORS), ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS)):
+    for modules, names in (
+        ((torch, torch.random), _GENERATORS),
+        ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS),
+    ):
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]

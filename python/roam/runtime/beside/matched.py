@@ -11,15 +11,44 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.kernel_facts import facts_of
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref
-from roam.runtime.beside.placeholders import WeakStorage, fill, fill_at, own, placeholder, tensor_in
-from roam.runtime.beside.recording import  Entry, Given, Made, at_path, is_passed, meta_of
-from roam.runtime.beside.script import Script, is_same
+from roam.runtime.beside.placeholders import (
+    UNREAD,
+    WeakStorage,
+    fill,
+    fill_at,
+    is_exposed,
+    note_known,
+    own,
+    placeholder,
+    tensor_in,
+)
+from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of
+from roam.runtime.beside.script import (
+    GIVE,
+    MAKE,
+    NOW,
+    NUMBER,
+    RUN,
+    SAME,
+    TENSOR,
+    Expected,
+    Script,
+    is_same,
+)
 from roam.runtime.executor import Executor
-from roam.torch_compat.private import TorchDispatchMode, disable_current_modes, storage_of, storage_pointer, version_of
+from roam.torch_compat.private import (
+    TENSOR_DATA,
+    TorchDispatchMode,
+    allow_access,
+    disable_current_modes,
+    forbid_access,
+    storage_of,
+    storage_pointer,
+    version_of,
+)
 
 _Tensor = torch.Tensor
 
@@ -50,6 +79,7 @@ class Matched(TorchDispatchMode):
         self.is_over = False
         self.is_busy = False
         self._script, self._entries, self._executor = script, script.entries, executor
+        self._steps = script.steps
         self._inputs, self._around = inputs, around
         self.may_leave = True
         self.failure: BaseException | None = None
@@ -60,8 +90,8 @@ class Matched(TorchDispatchMode):
         self._start = 0
         """The first entry that the plan has not run yet."""
         self._barrier = 0
-        self._ids: dict[int, int] = {}
-        self._weak: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._weak: list[weakref.ref[torch.Tensor] | None] = [None] * len(script.slots)
+        """For each slot, its tensor."""
         self._bound: dict[int, Any] = {}
         """Values from outside, by their slots, for as long as the plan needs them."""
         self._outside: dict[int, int] = {}
@@ -74,53 +104,119 @@ class Matched(TorchDispatchMode):
         self._in_pool: set[int] = set()
         self._lent: set[int] = set()
         """Storages that the executor holds too, since the last barrier."""
+        self._misfit = ""
+        self._exposed: list[tuple[int, weakref.ref[Any] | None]] = []
+        """Numbers of storages whose memory Python has got, with what it has got it by."""
+        self._forbidden: set[int] = set()
+        """Storages from outside that kernels wait for, so that nothing may look at them."""
         self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Tensors that no operator has made, with the numbers of their storages."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
         self._drawn: torch.Tensor | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
+
     # -- operators
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if self.left:
             if self.failure is not None:
                 raise self.failure
-            return func(*args, **kwargs)
-        at = self._at
-        entry = self._entries[at] if at < len(self._entries) else None
-        if (entry is None or entry.func is not func) and is_passed(func):
-            return func(*args, **kwargs)
-        if entry is None or entry.func is not func or not self._matches(at, entry, args, kwargs):
-            self.leave(f"{func} comes where " + (f"{entry.func} came" if entry is not None else "the step ended"))
-            return func(*args, **kwargs)
-        script = self._script
-        if entry.kind == "now":
-            moment = script.moments.get(at)
-            if moment is not None and not self._pass(at):
-                return func(*args, **kwargs)
-            self._at = at + 1
-            return func(*args, **kwargs)
-        self._at = at + 1
-        if script.runs[at] or entry.kind == "view":
-            result = func(*args, **kwargs)
-            self._note(entry, result, at)
+            return func(*args, **(kwargs or {}))
+        step = self._steps[self._at]
+        if step.func is not func:
+            return self._other(func, args, kwargs or {})
+        # The loop is written out: this is most of what a call takes beside its kernels.
+        weak = self._weak
+        for value, (code, expected) in zip(args, step.args):
+            if code == 0:
+                known = weak[expected]
+                if known is not None and known() is value:
+                    continue
+                if not self._is_new(expected, value):
+                    return self._other(func, args, kwargs or {})
+            elif not (value is expected if code == 1 else False) and not self._is_like(
+                value, code, expected
+            ):
+                return self._other(func, args, kwargs or {})
+        if len(args) != len(step.args) or (
+            (kwargs or step.names) and not self._are_like(kwargs or {}, step)
+        ):
+            return self._other(func, args, kwargs or {})
+        if self._exposed and self._is_exposed(step.entry):
+            return self._other(func, args, kwargs or {})
+        does = step.does
+        if does == RUN:
+            self._at += 1
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if step.slot >= 0 and self._script.slots[step.slot].storage in self._places:
+                weak[step.slot] = weakref.ref(result)
+            else:
+                self._note(step.entry, result)
             return result
+        if does == NOW:
+            moment = self._script.moments.get(self._at)
+            if moment is None:
+                self._allow(step.entry)
+            elif not self._pass(self._at):
+                return func(*args, **(kwargs or {}))
+            self._at += 1
+            return func(*args, **(kwargs or {}))
+        self._at += 1
+        for number in step.guarded:
+            if number not in self._forbidden:
+                self._forbidden.add(number)
+                forbid_access(self._pointers[number], UNREAD)
+        if does == MAKE:
+            return self._placeholder(step.slot)
+        if does == GIVE:
+            return args[0]
+        entry = step.entry
         if not entry.results:
             return None if entry.sequence is None else entry.sequence()
         made = [
             self._placeholder(one.slot)
             if type(one) is Made
-            else at_path(one.path, args, kwargs)
+            else at_path(one.path, args, kwargs or {})
             if type(one) is Given
             else one
             for one in entry.results
         ]
         return made[0] if entry.sequence is None else entry.sequence(made)
 
-    def _note(self, entry: Entry, result: Any, at: int) -> None:
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that is not the one that is expected."""
+        if not is_passed(func):
+            entry = self._steps[self._at].entry
+            came = (
+                "the step ended"
+                if entry.args == ("end",)
+                else f"{entry.func} came, at {entry.source}"
+            )
+            self.leave(self._misfit or f"{func} comes where {came}")
+        return func(*args, **kwargs)
+
+    def _allow(self, entry: Entry | None = None) -> None:
+        """Lets Python look at memory that no kernel waits for any more; of an entry's arguments
+        alone, if it is given.
+        """
+        numbers = self._forbidden
+        if entry is not None:
+            slots = self._script.slots
+            numbers = {slots[slot].storage for slot in _slots(entry)} & numbers  # type: ignore[union-attr]
+        for number in numbers:
+            allow_access(self._pointers[number])
+        self._forbidden = self._forbidden - numbers
+
+    def _note(self, entry: Entry, result: Any) -> None:
         """Registers what an operator that has run returned."""
         flat = (result,) if entry.sequence is None else result
         if len(flat) != len(entry.results):
@@ -135,7 +231,9 @@ class Matched(TorchDispatchMode):
                 if one.slot in self._script.inputs:
                     meta = self._script.slots[one.slot]
                     assert meta is not None
-                    self._bound[one.slot] = tensor_in(storage_of(item), meta)  # nobody else holds the item
+                    self._bound[one.slot] = tensor_in(
+                        storage_of(item), meta
+                    )  # nobody else holds the item
 
     def _placeholder(self, slot: int) -> torch.Tensor:
         meta = self._script.slots[slot]
@@ -151,48 +249,44 @@ class Matched(TorchDispatchMode):
         self._places[number] = WeakStorage(storage)
 
     def _tag(self, slot: int, tensor: torch.Tensor) -> None:
-        self._ids[id(tensor)] = slot
         self._weak[slot] = weakref.ref(tensor)
 
-    def _matches(self, at: int, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        leaf = -1
-        live, numbers = self._script.live, self._bound
-
-        def same(value: Any, expected: Any) -> bool:
-            nonlocal leaf
-            leaf += 1
-            kind = type(expected)
-            if kind is Ref:
-                return isinstance(value, _Tensor) and self._is_at(expected.slot, value)
-            if kind is tuple or kind is list:
-                return type(value) is kind and len(value) == len(expected) and all(map(same, value, expected))
-            slot = live.get((at, leaf))
-            if slot is not None:
-                if type(value) is not kind:
-                    return False
-                numbers[slot] = value
-                return True
+    def _is_like(self, value: Any, code: int, expected: Any) -> bool:
+        """Whether an argument is as a pattern says."""
+        if code == TENSOR:
+            known = self._weak[expected]
+            return (known is not None and known() is value) or self._is_new(expected, value)
+        if code == SAME:
             return is_same(value, expected)
+        if code == NUMBER:
+            slot, kind = expected
+            self._bound[slot] = value
+            return type(value) is kind
+        kind, items = expected
+        return (
+            type(value) is kind
+            and len(value) == len(items)
+            and all(self._is_like(one, *item) for one, item in zip(value, items, strict=True))
+        )
 
-        if len(args) != len(entry.args) or len(kwargs) != len(entry.kwargs):
+    def _are_like(self, kwargs: dict[str, Any], step: Expected) -> bool:
+        """Whether arguments by name are as expected."""
+        return (
+            tuple(kwargs) == step.names
+            and all(
+                self._is_like(value, *pattern)
+                for value, pattern in zip(kwargs.values(), step.values, strict=True)
+            )
+            and (step.entry.dtype is None or step.entry.dtype is torch.get_default_dtype())
+        )
+
+    def _is_new(self, slot: int, tensor: Any) -> bool:
+        """Whether a tensor that is met for the first time is the one of a slot, and becomes it."""
+        if self._weak[slot] is not None or not isinstance(tensor, torch.Tensor):
             return False
-        for value, expected in zip(args, entry.args, strict=True):
-            if not same(value, expected):
-                return False
-        for (key, value), (name, expected) in zip(kwargs.items(), entry.kwargs.items(), strict=True):
-            leaf += 1
-            if key != name or not same(value, expected):
-                return False
-        return entry.dtype is None or entry.dtype is torch.get_default_dtype()
-
-    def _is_at(self, slot: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the one of a slot; one that is met for the first time becomes it."""
-        known = self._weak.get(slot)
         pointer = storage_pointer(storage_of(tensor))
         meta = self._script.slots[slot]
         assert meta is not None
-        if known is not None:
-            return known() is tensor and self._pointers[meta.storage] == pointer
         number = self._outside.get(pointer)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return False
@@ -208,7 +302,16 @@ class Matched(TorchDispatchMode):
             return False
         self._tag(slot, tensor)
         if slot in self._script.inputs:
-            self._bound[slot] = tensor
+            # The kernels' writes are not to count twice, so they get a tensor that counts its own.
+            is_shared = meta.device.type == "cpu" and is_exposed(storage_of(tensor))
+            self._bound[slot] = alias = TENSOR_DATA.__get__(tensor)
+            if is_shared:
+                if meta.storage in self._script.written:
+                    self._misfit = (
+                        "it writes to a tensor whose memory NumPy, or another library, has too"
+                    )
+                    return False
+                self._bound[slot] = alias.clone()
         return True
 
     @contextmanager
@@ -239,11 +342,31 @@ class Matched(TorchDispatchMode):
             if entry is None or entry.kind != "settle" or entry.args != args:
                 self.leave("the step looks at values where it did not")
             elif at not in self._script.moments or self._pass(at):
+                for number in self._forbidden.intersection(args):
+                    allow_access(self._pointers[number])
+                    self._forbidden = self._forbidden - {number}
                 self._at = at + 1
 
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
+
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
+        number = self._outside.get(storage_pointer(storage_of(tensor)))
+        if number is not None:
+            self._exposed.append((number, weakref.ref(by) if by is not None else None))
+
+    def _is_exposed(self, entry: Entry) -> bool:
+        """Whether Python may write to what an entry's kernel uses, before that runs."""
+        slots = self._script.slots
+        self._exposed = [one for one in self._exposed if one[1] is None or one[1]() is not None]
+        used = {slots[slot].storage for slot in _slots(entry)}  # type: ignore[union-attr]
+        if any(number in used for number, _ in self._exposed):
+            self._misfit = (
+                "it computes with a tensor whose memory Python has got, as by x.numpy(), and keeps"
+            )
+        return bool(self._misfit)
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """A tensor with the memory of another one has been made without an operator."""
@@ -300,6 +423,7 @@ class Matched(TorchDispatchMode):
         """Runs the plan to the next barrier, or to its end."""
         script = self._script
         with self._kernels():
+            self._allow()
             try:
                 if self._parts is None:
                     inputs = [self._bound[slot] for slot in self._inputs]
@@ -324,7 +448,7 @@ class Matched(TorchDispatchMode):
         """
         self.left = "a kernel failed"
         failure = self._executor.failure(error)
-        slots, program = self._script.slots, self._executor.program
+        program = self._executor.program
         numbers = {slot: outside.slot for outside, slot in program.referenced}
         stores = {program.storage_of(slot): slot for slot in numbers}
         order = self._executor.bindings.order
@@ -333,10 +457,16 @@ class Matched(TorchDispatchMode):
             for slot in program.calls[index].mutates:
                 given = stores.get(program.storage_of(slot))
                 if given is not None and numbers[given] in self._bound:
-                    tensor = self._bound[numbers[given]]
-                    self.torn.append((tensor, version_of(tensor)))
+                    known = self._weak[numbers[given]]
+                    tensor = None if known is None else known()
+                    if tensor is not None:
+                        self.torn.append((tensor, version_of(tensor)))
         where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
-        after = "some state has been updated, and the rest has not" if self.torn else "no state has been updated"
+        after = (
+            "some state has been updated, and the rest has not"
+            if self.torn
+            else "no state has been updated"
+        )
         self.failure = ExecutionError(
             f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
             f"end; {after}",
@@ -363,6 +493,7 @@ class Matched(TorchDispatchMode):
             self._in_pool.add(number)
         else:
             fill(place, storage)
+            note_known(place)
             self._in_pool.discard(number)
 
     def _alive(self) -> frozenset[int]:
@@ -374,9 +505,13 @@ class Matched(TorchDispatchMode):
             if number in made and number not in lent and not place.expired()
         }
         if lent:
-            tagged = ((slots[slot].storage, one) for slot, one in self._weak.items())  # type: ignore[union-attr]
+            tagged = (
+                (slots[slot].storage, one) for slot, one in enumerate(self._weak) if one is not None
+            )  # type: ignore[union-attr]
             alive.update(
-                number for number, one in (*tagged, *self._aliases) if number in lent and one() is not None
+                number
+                for number, one in (*tagged, *self._aliases)
+                if number in lent and one() is not None
             )
         return frozenset(alive)
 
@@ -397,6 +532,7 @@ class Matched(TorchDispatchMode):
             )
             raise self.failure
         with self._kernels():
+            self._allow()
             if self._parts is not None:
                 self._parts.close()
             self._run_issued()
@@ -448,9 +584,12 @@ class Matched(TorchDispatchMode):
         values.clear()
         for number, storage in held.items():
             fill(self._places[number].get(), storage)
+            note_known(self._places[number].get())
         self._bound.clear()
 
-    def _decoded(self, at: int, entry: Entry, value: Callable[[int], Any]) -> tuple[Any, dict[str, Any]]:
+    def _decoded(
+        self, at: int, entry: Entry, value: Callable[[int], Any]
+    ) -> tuple[Any, dict[str, Any]]:
         leaf = -1
         live = self._script.live
 
@@ -473,9 +612,11 @@ class Matched(TorchDispatchMode):
 
     def release(self) -> None:
         """The call is over: what Python still holds in the pool gets memory of its own."""
+        self._allow()
         for number in self._in_pool:
             if not self._places[number].expired():
                 own(self._places[number].get())
+                note_known(self._places[number].get())
         if self._parts is not None:
             self._parts.close()
 

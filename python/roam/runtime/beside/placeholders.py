@@ -18,9 +18,10 @@ from roam.torch_compat.private import (
     forbid_access,
     storage_at,
     storage_pointer,
+    storage_uses,
 )
 
-_UNREAD = (
+UNREAD = (
     "a step that runs beside its plan reads a tensor in a way that roam does not see; please report it, and "
     "read it by x.item(), x.tolist() or x.numpy()"
 )
@@ -55,8 +56,33 @@ def placeholder(meta: TensorMeta, size_bytes: int) -> torch.Tensor:
     """A tensor in a storage without memory."""
     storage = storage_at(0, meta.device, size_bytes)
     tensor = tensor_in(storage, meta)
-    forbid_access(storage_pointer(storage), _UNREAD)
+    forbid_access(storage_pointer(storage), UNREAD)
     return tensor
+
+
+def is_exposed(storage: torch.UntypedStorage) -> bool:
+    """Whether others than PyTorch may have the memory: NumPy, or what it was made from.
+
+    PyTorch marks such storages, and never takes the mark away. One of which it is known how it got
+    the mark is in nobody's hands if one tensor alone holds it.
+    """
+    if storage.resizable() or storage.is_shared():
+        return False
+    known = _known.get(storage_pointer(storage))
+    return known is None or known.expired() or storage_uses(storage_pointer(storage)) > 2
+
+
+_known: dict[int, WeakStorage] = {}
+"""Storages that are marked though nobody else owns their memory, by their pointers."""
+_FEW = 1024
+
+
+def note_known(storage: torch.UntypedStorage) -> None:
+    """A storage is or becomes marked, and PyTorch alone owns its memory."""
+    if len(_known) >= _FEW and len(_known) & (len(_known) - 1) == 0:  # at each doubling
+        for pointer in [pointer for pointer, one in _known.items() if one.expired()]:
+            del _known[pointer]
+    _known[storage_pointer(storage)] = WeakStorage(storage)
 
 
 def fill(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

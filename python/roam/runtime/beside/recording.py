@@ -21,7 +21,9 @@ from roam.runtime.beside.placeholders import WeakStorage
 from roam.torch_compat.private import OpOverload, TorchDispatchMode, storage_of, storage_pointer
 
 aten = torch.ops.aten
-_PASSED = frozenset({torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default})
+_PASSED = frozenset(
+    {torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default}
+)
 _VALUES = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -107,8 +109,16 @@ class Recorder(TorchDispatchMode):
         self._storages: list[WeakStorage] = []
         self._parameters: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
+
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if is_passed(func) or self.recording.failed is not None:
@@ -139,7 +149,13 @@ class Recorder(TorchDispatchMode):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor gets other data."""
         if storage_pointer(storage_of(tensor)) in self._numbers:
-            self.fail("it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)", "storage_replaced")
+            self.fail(
+                "it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)",
+                "storage_replaced",
+            )
+
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory."""
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """A tensor with the memory of another one has been made without an operator."""
@@ -164,9 +180,14 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         facts = facts_of(func)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-        odd = next((one for one in tensors if type(one) not in _PLAIN or one.layout is not torch.strided), None)
+        odd = next(
+            (one for one in tensors if type(one) not in _PLAIN or one.layout is not torch.strided),
+            None,
+        )
         if odd is not None:
-            self.fail(f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func)
+            self.fail(
+                f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func
+            )
         elif facts.reshapes_in_place or func._schema.name in REFUSED or facts.is_composite:
             self.fail("it changes what a tensor is, not its values", "refused_operator", func)
         if self.recording.failed is not None:
@@ -188,7 +209,9 @@ class Recorder(TorchDispatchMode):
         if entry.kind == "now":
             return result
         entry.sequence = type(result) if is_sequence else None
-        given = {self.recording.slots[slot].storage for slot in refs(entry.args) + refs(entry.kwargs)}
+        given = {
+            self.recording.slots[slot].storage for slot in refs(entry.args) + refs(entry.kwargs)
+        }
         results = []
         is_view = is_kernel = False
         for item in flat:
@@ -213,7 +236,9 @@ class Recorder(TorchDispatchMode):
             elif known in given:
                 is_view = True
             elif self.recording.storages[known].creator != index:
-                self.fail("its result lies in memory that it was not given", "differs_from_capture", func)
+                self.fail(
+                    "its result lies in memory that it was not given", "differs_from_capture", func
+                )
                 return result
             results.append(Made(self._add(item, known)))
         entry.results = tuple(results)
@@ -277,7 +302,8 @@ def is_now(func: Any) -> bool:
     if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
         return True
     return any(
-        tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        tag in func.tags
+        for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +46,32 @@ class Moment:
     brings: list[int]
 
 
+Pattern = tuple[int, Any]
+"""What an argument has to be: `TENSOR` and a slot; `SAME` and a value; `NUMBER`, a slot and a class;
+or `NEST`, a class and the patterns of its items."""
+TENSOR, SAME, NUMBER, NEST = range(4)
+RUN, NOW, MAKE, GIVE, ANSWER = range(5)
+"""What is done with an operator that is as expected: it is run; it is run, perhaps after the plan;
+a placeholder is handed out; an argument is handed out; or several of these."""
+
+
+@dataclass(slots=True, eq=False)
+class Expected:
+    """An operator that is to come, in the form in which it is compared."""
+
+    func: Any
+    args: tuple[Pattern, ...]
+    names: tuple[str, ...]
+    values: tuple[Pattern, ...]
+    """Of arguments by name."""
+    does: int
+    slot: int
+    """The slot of the one tensor that it makes, if that is all."""
+    guarded: tuple[int, ...]
+    """Storages from outside that its kernel uses, if that waits for the plan."""
+    entry: Entry
+
+
 @dataclass(slots=True, eq=False)
 class Script:
     """One way that calls of the step go.
@@ -71,7 +97,11 @@ class Script:
     live: dict[Place, int]
     made: frozenset[int]
     size_bytes: list[int]
-    inputs: frozenset[int] = frozenset()
+    inputs: frozenset[int]
+    written: frozenset[int]
+    """Storages that the program writes to."""
+    steps: list[Expected]
+    """For each entry, and for the end, what it is compared with."""
 
 
 def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
@@ -82,7 +112,13 @@ def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
         return None
     places: set[Place] = set()
     for index, (a, b) in enumerate(zip(one.entries, other.entries, strict=True)):
-        if (a.kind, a.func, a.results, a.writes, a.dtype) != (b.kind, b.func, b.results, b.writes, b.dtype):
+        if (a.kind, a.func, a.results, a.writes, a.dtype) != (
+            b.kind,
+            b.func,
+            b.results,
+            b.writes,
+            b.dtype,
+        ):
             return None
         ours, theirs = list(leaves(a)), list(leaves(b))
         if len(ours) != len(theirs):
@@ -134,7 +170,9 @@ def is_same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) if type(one) is float else bool(one == other)
 
 
-def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: set[Place]) -> Script:
+def script_of(
+    recording: Recording, alive: Sequence[frozenset[int]], changing: set[Place]
+) -> Script:
     """The script of a recording.
 
     Args:
@@ -144,9 +182,7 @@ def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: s
     entries = recording.entries
     runs = _run_at_once(recording)
     storages = recording.storages
-    is_made = [
-        seen.creator >= 0 and not runs[seen.creator] for seen in storages
-    ]  # by the program
+    is_made = [seen.creator >= 0 and not runs[seen.creator] for seen in storages]  # by the program
     storage_of = [meta.storage for meta in recording.slots]
     slots: list[TensorMeta | None] = list(recording.slots)
     live: dict[Place, int] = {}
@@ -175,7 +211,15 @@ def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: s
             made[slot] = len(calls)
             layout = list(meta.shape), list(meta.stride), meta.offset
             calls.append(
-                Call(aten.as_strided.default, (ref_to(base), *layout), {}, (slot,), False, entry.phase, entry.source)
+                Call(
+                    aten.as_strided.default,
+                    (ref_to(base), *layout),
+                    {},
+                    (slot,),
+                    False,
+                    entry.phase,
+                    entry.source,
+                )
             )
         else:
             needs[slot] = len(barriers)
@@ -234,7 +278,10 @@ def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: s
             held += [
                 slot
                 for slot, call in made.items()
-                if storage_of[slot] == storage and call < ends[number] and slot in later and slot != first_of[storage]
+                if storage_of[slot] == storage
+                and call < ends[number]
+                and slot in later
+                and slot != first_of[storage]
             ]
         moment.held = held
         moment.brings = [slot for slot, before in needs.items() if before == number + 1]
@@ -256,6 +303,20 @@ def script_of(recording: Recording, alive: Sequence[frozenset[int]], changing: s
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
+        frozenset(program.written()),
+        [
+            *(
+                _expected(
+                    entry, place, is_run, live,
+                    () if is_run or entry.kind != "kernel" else tuple({
+                        number for number in map(storage_of.__getitem__, _refs(entry))
+                        if not is_made[number] and storages[number].size_bytes > _SMALL_BYTES
+                    }),
+                )
+                for place, (entry, is_run) in enumerate(zip(entries, runs, strict=True))
+            ),
+            Expected(None, (), (), (), RUN, -1, (), Entry("settle", None, ("end",), {})),
+        ],
     )  # fmt: skip
 
 
@@ -285,7 +346,11 @@ def _run_at_once(recording: Recording) -> list[bool]:
                 runs.append(True)
             elif not made and not entry.writes and not facts_of(entry.func).is_check:
                 runs.append(True)  # it hands on what it is given
-            elif free.issuperset(used) and barred.isdisjoint(made) and not facts_of(entry.func).is_random:
+            elif (
+                free.issuperset(used)
+                and barred.isdisjoint(made)
+                and not facts_of(entry.func).is_random
+            ):
                 runs.append(True)
                 free |= made
             else:
@@ -323,6 +388,50 @@ def _with_numbers(index: int, entry: Entry, live: dict[Place, int]) -> tuple[Any
         count += 1
         kwargs[key] = replaced(value)
     return args, kwargs
+
+
+def _expected(
+    entry: Entry, place: int, is_run: bool, live: dict[Place, int], guarded: tuple[int, ...]
+) -> Expected:
+    leaf = -1
+
+    def pattern(value: Any) -> Pattern:
+        nonlocal leaf
+        leaf += 1
+        kind = type(value)
+        if kind is Ref:
+            return TENSOR, value.slot
+        if kind is tuple or kind is list:
+            return NEST, (kind, tuple(map(pattern, value)))
+        slot = live.get((place, leaf))
+        return (SAME, value) if slot is None else (NUMBER, (slot, kind))
+
+    args = tuple(map(pattern, entry.args))
+    values = []
+    for value in entry.kwargs.values():
+        leaf += 1
+        values.append(pattern(value))
+    does, slot = ANSWER, -1
+    if entry.kind == "now":
+        does = NOW
+    elif is_run or entry.kind == "view":
+        does = RUN
+    elif len(entry.results) == 1 and entry.sequence is None:
+        one = entry.results[0]
+        if type(one) is Made:
+            does, slot = MAKE, one.slot
+        elif one == Given((0,)):
+            does = GIVE
+    if (
+        does == RUN
+        and entry.sequence is None
+        and len(entry.results) == 1
+        and type(entry.results[0]) is Made
+    ):
+        slot = entry.results[0].slot
+    return Expected(
+        entry.func, args, tuple(entry.kwargs), tuple(values), does, slot, guarded, entry
+    )
 
 
 def _outside(slot: int, recording: Recording, slots: list[TensorMeta | None]) -> Outside:

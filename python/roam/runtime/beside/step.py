@@ -92,7 +92,9 @@ class Beside:
         on_change: as for `roam.compile`.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Options, on_change: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], name: str, options: Options, on_change: str
+    ) -> None:
         if not is_possible():
             raise ExecutionError(
                 "Python runs beside a plan with PyTorch 2.15 or newer; leave python= out",
@@ -132,7 +134,12 @@ class Beside:
     @property
     def plans(self) -> list[Planned]:
         """All plans."""
-        return [way.planned for calls in self._calls.values() for way in calls.ways if way.planned is not None]
+        return [
+            way.planned
+            for calls in self._calls.values()
+            for way in calls.ways
+            if way.planned is not None
+        ]
 
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
@@ -145,7 +152,8 @@ class Beside:
         device = next((one for one in planned.devices if one != "cpu"), "cpu")
         trace = measure_peak(lambda: self.run(args, kwargs, key), device=device)
         planned.memory = replace(
-            planned.memory, measured_bytes=planned.memory.persistent_bytes + held_bytes + trace.peak_bytes
+            planned.memory,
+            measured_bytes=planned.memory.persistent_bytes + held_bytes + trace.peak_bytes,
         )
         return trace.value
 
@@ -271,7 +279,14 @@ class Beside:
         return result
 
     def _tell_left(self, why: str) -> None:
-        may_exceed = ", and its memory may exceed the limit" if self._options.memory is not None else ""
+        may_exceed = (
+            ", and its memory may exceed the limit" if self._options.memory is not None else ""
+        )
         tell = replans.info if self._is_told else logger.warning
         self._is_told = True
-        tell("%s goes another way than its plan, and runs as it is from there%s: %s", self._name, may_exceed, why)
+        tell(
+            "%s goes another way than its plan, and runs as it is from there%s: %s",
+            self._name,
+            may_exceed,
+            why,
+        )
