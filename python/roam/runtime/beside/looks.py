@@ -39,6 +39,9 @@ class Looked(Protocol):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
 
+    def drawn(self) -> None:
+        """Python has looked at random generators, or set them."""
+
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory, and has it for as long as it has `by`."""
 
@@ -73,6 +76,8 @@ def looking(one: Looked) -> Iterator[None]:
                     if gives_memory and storage_of(args[0]).resizable():
                         note_known(storage_of(args[0]))
                     result = original(*args, **kwargs)
+                    if not of_tensor:
+                        one.drawn()
                     if gives_memory:
                         one.exposed(args[0], result if type(result) is numpy.ndarray else None)
                     return result

@@ -5,27 +5,27 @@ runs by the plan.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
-from roam.program.ir import Ref
+from roam.program.ir import Ref, TensorMeta
 from roam.runtime.beside.placeholders import (
     UNREAD,
     WeakStorage,
     fill,
-    fill_at,
     is_exposed,
     note_known,
     own,
     placeholder,
     tensor_in,
 )
-from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of
+from roam.runtime.beside.planned import Planned
+from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of, refs
 from roam.runtime.beside.script import (
     GIVE,
     MAKE,
@@ -36,15 +36,17 @@ from roam.runtime.beside.script import (
     TENSOR,
     Expected,
     Script,
+    common,
     is_same,
+    leaf_at,
 )
-from roam.runtime.executor import Executor
 from roam.torch_compat.private import (
     TENSOR_DATA,
     TorchDispatchMode,
     allow_access,
     disable_current_modes,
     forbid_access,
+    storage_at,
     storage_of,
     storage_pointer,
     version_of,
@@ -63,24 +65,24 @@ class Matched(TorchDispatchMode):
 
     def __init__(
         self,
-        script: Script,
-        executor: Executor,
-        inputs: list[int],
-        around: Callable[[], AbstractContextManager[Any]],
+        planned: Planned,
+        others: Sequence[Planned] = (),
+        enter: Callable[[Planned], None] = lambda _: None,
     ) -> None:
         """Begins a call.
 
         Args:
-            inputs: the script's slots of the executor's inputs, in their order.
-            around: what kernels run in.
+            others: other ways that calls of this kind go. The call goes over to one of them where it
+                goes as that does, as long as no kernel has run.
+            enter: is called with the plan that a call goes over to.
         """
         super().__init__()
         self.left = ""
         self.is_over = False
         self.is_busy = False
-        self._script, self._entries, self._executor = script, script.entries, executor
-        self._steps = script.steps
-        self._inputs, self._around = inputs, around
+        script = planned.script
+        self._others, self._enter = others, enter
+        self._take(planned)
         self.may_leave = True
         self.failure: BaseException | None = None
         """Why a kernel of the plan, or the plan itself, has failed."""
@@ -102,6 +104,10 @@ class Matched(TorchDispatchMode):
         self._pointers: dict[int, int] = {}
         """Pointers of the storages met, by their numbers."""
         self._in_pool: set[int] = set()
+        self._filled: set[int] = set()
+        """Storages of placeholders that have memory."""
+        self._spare: dict[int, torch.UntypedStorage] = {}
+        """What the plan has made for storages that Python does not hold any more."""
         self._lent: set[int] = set()
         """Storages that the executor holds too, since the last barrier."""
         self._misfit = ""
@@ -112,7 +118,41 @@ class Matched(TorchDispatchMode):
         self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Tensors that no operator has made, with the numbers of their storages."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
-        self._drawn: torch.Tensor | None = None
+        self._drawn = torch.get_rng_state() if any(script.draws) else None
+        """The random generator's state when Python was last seen to have to do with it."""
+
+    def _take(self, planned: Planned) -> None:
+        """Follows this plan's script."""
+        self.planned = planned
+        self._script, self._executor = planned.script, planned.executor
+        self._entries, self._steps = planned.script.entries, planned.script.steps
+        self._inputs, self._around = planned.inputs, planned.around
+
+    def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
+        """Whether the call goes over to another plan, whose script has begun as this one has, and in
+        which the next operator is as expected.
+        """
+        if self._barrier:
+            return False
+        mine, at = self._script, self._at
+        for other in self._others:
+            script = other.script
+            if other is self.planned or len(script.steps) <= at or not is_next(script.steps[at]):
+                continue
+            if common(mine, script) < at:
+                continue
+            bound = _rebound(mine, script, at, self._bound, self._weak)
+            if bound is None:
+                continue
+            self._bound = bound
+            self._weak = [
+                *self._weak[: len(script.slots)],
+                *[None] * (len(script.slots) - len(self._weak)),
+            ]
+            self._take(other)
+            self._enter(other)
+            return True
+        return False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -195,6 +235,10 @@ class Matched(TorchDispatchMode):
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that is not the one that is expected."""
         if not is_passed(func):
+            if self._goes_over(
+                lambda step: step.func is func and step is not self._steps[self._at]
+            ):
+                return self.__torch_dispatch__(func, (), args, kwargs)
             entry = self._steps[self._at].entry
             came = (
                 "the step ended"
@@ -339,7 +383,11 @@ class Matched(TorchDispatchMode):
         at = self._at
         entry = self._entries[at] if at < len(self._entries) else None
         with disable_current_modes():
-            if entry is None or entry.kind != "settle" or entry.args != args:
+            if (
+                entry is None or entry.kind != "settle" or entry.args != args
+            ) and not self._goes_over(
+                lambda step: step.entry.kind == "settle" and step.entry.args == args
+            ):
                 self.leave("the step looks at values where it did not")
             elif at not in self._script.moments or self._pass(at):
                 for number in self._forbidden.intersection(args):
@@ -350,6 +398,11 @@ class Matched(TorchDispatchMode):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
+
+    def drawn(self) -> None:
+        """Python has read or set the state of random generators."""
+        if self._drawn is not None:
+            self._drawn = torch.get_rng_state()
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
@@ -380,7 +433,9 @@ class Matched(TorchDispatchMode):
             raise self.failure
         if self.left:
             return
-        if self._at != len(self._entries):
+        if self._at != len(self._entries) and not self._goes_over(
+            lambda step: step.entry.args == ("end",)
+        ):
             self.leave("the step ended before its end")
             return
         if extra := self._alive() - self._script.barriers[-1].alive:
@@ -398,6 +453,7 @@ class Matched(TorchDispatchMode):
             self.leave(f"Python holds {len(extra)} tensors that it did not hold")
             return False
         values = self._advance([])
+        self._spare.clear()
         seen: set[int] = set()
         gets: list[Any] = []
         for slot, value in zip(moment.held, values, strict=True):
@@ -408,6 +464,7 @@ class Matched(TorchDispatchMode):
                 self._put(slot, value)
             place = self._places[meta.storage]
             if place.expired():
+                self._spare[meta.storage] = self._memory(meta, value)
                 gets.append(value)
             else:
                 self._lent.add(meta.storage)
@@ -424,6 +481,14 @@ class Matched(TorchDispatchMode):
         script = self._script
         with self._kernels():
             self._allow()
+            if script.draws[self._barrier] and not torch.equal(torch.get_rng_state(), self._drawn):  # type: ignore[arg-type]
+                self.left = "a generator was seeded"
+                self.failure = ExecutionError(
+                    "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
+                    "that draw from it; call torch.manual_seed or torch.set_rng_state by these names",
+                    code="generator_state",
+                )
+                raise self.failure
             try:
                 if self._parts is None:
                     inputs = [self._bound[slot] for slot in self._inputs]
@@ -440,6 +505,7 @@ class Matched(TorchDispatchMode):
             except BaseException as error:
                 raise self._failed(error) from error
             self._barrier += 1
+            self.drawn()
         return values  # type: ignore[no-any-return]
 
     def _failed(self, error: BaseException) -> BaseException:
@@ -484,17 +550,25 @@ class Matched(TorchDispatchMode):
         if self._places[number].expired():
             return
         place, storage = self._places[number].get(), storage_of(value)
+        self._filled.add(number)
         if storage_pointer(place) == storage_pointer(storage):
             return
-        pool = self._executor.bindings.pool
-        if pool is not None and pool.owns(storage):
-            offset = value.storage_offset() - meta.offset
-            fill_at(place, storage.data_ptr() + offset * meta.dtype.itemsize)
-            self._in_pool.add(number)
-        else:
-            fill(place, storage)
+        memory = self._memory(meta, value)
+        fill(place, memory)
+        if memory is storage:
             note_known(place)
             self._in_pool.discard(number)
+        else:
+            self._in_pool.add(number)
+
+    def _memory(self, meta: TensorMeta, value: torch.Tensor) -> torch.UntypedStorage:
+        """What a value lies in: its storage, or the part of the pool that stands for it."""
+        storage, pool = storage_of(value), self._executor.bindings.pool
+        if pool is None or not pool.owns(storage):
+            return storage
+        offset = value.storage_offset() - meta.offset
+        address = storage.data_ptr() + offset * meta.dtype.itemsize
+        return storage_at(address, meta.device, self._script.size_bytes[meta.storage])
 
     def _alive(self) -> frozenset[int]:
         """The storages that the call has made, and that Python holds."""
@@ -535,7 +609,15 @@ class Matched(TorchDispatchMode):
             self._allow()
             if self._parts is not None:
                 self._parts.close()
-            self._run_issued()
+            try:
+                self._run_issued()
+            except Exception as error:
+                self.failure = ExecutionError(
+                    f"a kernel failed: {error}. It was to run before the step's own code went on, to where that goes another "
+                    f"way than its plan ({why}); some state may have been updated, and the rest has not",
+                    code="torn",
+                )
+                raise self.failure from error
 
     def raised(self, error: BaseException) -> None:
         """The step's own code has raised: as in eager PyTorch, what came before has run."""
@@ -561,10 +643,21 @@ class Matched(TorchDispatchMode):
                 return self._bound[slot]
             meta = slots[slot]
             assert meta is not None
-            storage = held.get(meta.storage)
+            storage = held.get(meta.storage, self._spare.get(meta.storage))
             return tensor_in(self._places[meta.storage].get() if storage is None else storage, meta)
 
-        for index in issued:
+        lacking = (
+            {
+                number
+                for number in script.unheld[self._barrier - 1] & (alive | set(last))
+                if number not in self._filled | self._spare.keys()
+                and script.creators[number] < self._start
+            }
+            if self._barrier
+            else set()
+        )
+        needed = _makers(script, lacking, self._filled | self._spare.keys())
+        for index in [*needed, *issued]:
             entry = self._entries[index]
             if script.runs[index]:
                 continue
@@ -577,12 +670,18 @@ class Matched(TorchDispatchMode):
                     number = slots[one.slot].storage  # type: ignore[union-attr]
                     if entry.kind == "kernel" and number not in held:
                         held[number] = storage_of(item)
-            for number in [one for one in held if last.get(one, -1) <= index and one not in alive]:
+            for number in (
+                []
+                if index < self._start
+                else [one for one in held if last.get(one, -1) <= index and one not in alive]
+            ):
                 del held[number]
                 for slot in [s for s in values if slots[s].storage == number]:  # type: ignore[union-attr]
                     del values[slot]
         values.clear()
         for number, storage in held.items():
+            if number not in alive:
+                continue
             fill(self._places[number].get(), storage)
             note_known(self._places[number].get())
         self._bound.clear()
@@ -621,9 +720,51 @@ class Matched(TorchDispatchMode):
             self._parts.close()
 
 
-def _slots(entry: Entry) -> Iterator[int]:
-    from roam.runtime.beside.recording import refs
+def _rebound(
+    mine: Script, other: Script, at: int, bound: dict[int, Any], weak: Sequence[Any]
+) -> dict[int, Any] | None:
+    """The values from outside, for another script that has begun in the same way; None if one of
+    them is another one there, or is gone.
+    """
+    numbers = {place: bound[slot] for place, slot in mine.live.items() if place[0] < at}
+    for place, value in numbers.items():
+        if place not in other.live and not is_same(value, leaf_at(other.entries, place)):
+            return None
+    new = {}
+    for place, slot in other.live.items():
+        if place[0] < at:
+            new[slot] = numbers.get(place, leaf_at(mine.entries, place))
+    for slot, known in enumerate(weak):
+        if known is None or slot not in other.inputs or other.slots[slot] is None:
+            continue
+        value = bound.get(slot)
+        if value is None:
+            tensor = known()
+            if tensor is None:
+                return None
+            value = TENSOR_DATA.__get__(tensor)
+        new[slot] = value
+    return new
 
+
+def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:
+    """The entries that make these storages anew, in order."""
+    entries: set[int] = set()
+    left = list(numbers)
+    while left:
+        number = left.pop()
+        index = script.creators[number]
+        if index in entries:
+            continue
+        entries.add(index)
+        for slot in _slots(script.entries[index]):
+            used = script.slots[slot].storage  # type: ignore[union-attr]
+            if used in script.made and used not in filled:
+                left.append(used)
+    return sorted(entries)
+
+
+def _slots(entry: Entry) -> Iterator[int]:
     yield from refs(entry.args)
     yield from refs(entry.kwargs)
     for one in entry.results:

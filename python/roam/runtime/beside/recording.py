@@ -154,6 +154,9 @@ class Recorder(TorchDispatchMode):
                 "storage_replaced",
             )
 
+    def drawn(self) -> None:
+        """Python has looked at random generators, or set them."""
+
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from roam.capture.tracing.kernel_facts import facts_of
 from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
+from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
 
 aten = torch.ops.aten
@@ -100,8 +102,17 @@ class Script:
     inputs: frozenset[int]
     written: frozenset[int]
     """Storages that the program writes to."""
+    draws: list[bool]
+    """For each barrier, and for the end, whether kernels before it draw random numbers."""
+    unheld: list[frozenset[int]]
+    """For each barrier, storages that Python may hold there, and the plan need not: they can be
+    made again from what it holds."""
+    creators: list[int]
+    """For each storage, the entry that makes it; -1 if it was there."""
     steps: list[Expected]
     """For each entry, and for the end, what it is compared with."""
+    shared: dict[int, int] = field(default_factory=dict)
+    """By the identity of another script of the same kind of calls, see `common`."""
 
 
 def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
@@ -171,13 +182,19 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def script_of(
-    recording: Recording, alive: Sequence[frozenset[int]], changing: set[Place]
+    recording: Recording,
+    alive: Sequence[frozenset[int]],
+    changing: set[Place],
+    *,
+    holds_all: bool,
 ) -> Script:
     """The script of a recording.
 
     Args:
         alive: for each entry, and for the end, the storages that Python may hold there.
         changing: the numbers that change from call to call.
+        holds_all: whether a plan holds all that Python holds where that asks for a value. If not,
+            it need not hold what can be made again if the call goes another way.
     """
     entries = recording.entries
     runs = _run_at_once(recording)
@@ -197,6 +214,10 @@ def script_of(
     at_barrier: list[int] = []
     dirty: set[int] = set()
     draws = False
+    drawing: list[bool] = []
+    given: set[int] = set()
+    """Storages that Python has got, which have to stay as they are while it holds them."""
+    unheld: list[frozenset[int]] = []
     made: dict[int, int] = {}
     """For each slot that the program makes, the call."""
     needs: dict[int, int] = {}
@@ -234,11 +255,22 @@ def script_of(
                 waits = bool(dirty.intersection(entry.args)) if entry.args else draws
             if waits:
                 moments[index] = len(barriers)
-                held = [one for one in sorted(alive[index]) if one in first_of]
-                barriers.append(Moment(held, alive[index], []))
+                here = {one for one in alive[index] if one in first_of}
+                asked = {storage_of[slot] for slot in _refs(entry)} | set(
+                    entry.args if entry.kind == "settle" else ()
+                )
+                again = (
+                    set()
+                    if holds_all
+                    else _made_again(recording, index, here - asked, is_made) - given
+                )
+                given |= here - again
+                barriers.append(Moment(sorted(here - again), alive[index], []))
+                unheld.append(frozenset(again))
+                drawing.append(draws)
                 at_barrier.append(len(calls))
                 calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
-                dirty, draws = set(), False
+                dirty, draws = set(again), False
             continue
         if runs[index]:
             continue
@@ -303,7 +335,7 @@ def script_of(
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
-        frozenset(program.written()),
+        frozenset(program.written()), [*drawing, draws], unheld, [seen.creator for seen in storages],
         [
             *(
                 _expected(
@@ -318,6 +350,87 @@ def script_of(
             Expected(None, (), (), (), RUN, -1, (), Entry("settle", None, ("end",), {})),
         ],
     )  # fmt: skip
+
+
+def leaf_at(entries: Sequence[Entry], place: Place) -> Any:
+    """What an operator was given at a place when it was recorded."""
+    return next(islice(leaves(entries[place[0]]), place[1], None))
+
+
+def common(one: Script, other: Script) -> int:
+    """How many operators two scripts begin with that are the same, run in the same way, before
+    Python waits for a plan.
+    """
+    known = one.shared.get(id(other))
+    if known is None:
+        known = one.shared[id(other)] = _common_length(one, other)
+    return known
+
+
+def _common_length(one: Script, other: Script) -> int:
+    count = 0
+    for index, (a, b) in enumerate(zip(one.entries, other.entries, strict=False)):
+        if (
+            index in one.moments
+            or index in other.moments
+            or one.runs[index] is not other.runs[index]
+            or not _alike(a, b)
+            or any(one.slots[slot] != other.slots[slot] for slot in _slots(a))
+            or any(
+                (one.creators[number], one.size_bytes[number])
+                != (other.creators[number], other.size_bytes[number])
+                for number in {one.slots[slot].storage for slot in _slots(a)}  # type: ignore[union-attr]
+            )
+        ):
+            break
+        count = index + 1
+    return count
+
+
+def _slots(entry: Entry) -> list[int]:
+    return [*_refs(entry), *(one.slot for one in entry.results if type(one) is Made)]
+
+
+def _alike(a: Entry, b: Entry) -> bool:
+    """Whether two operators are the same but for numbers that may change."""
+    if (a.kind, a.func, a.results, a.writes, a.dtype) != (
+        b.kind,
+        b.func,
+        b.results,
+        b.writes,
+        b.dtype,
+    ):
+        return False
+    ours, theirs = list(leaves(a)), list(leaves(b))
+    return len(ours) == len(theirs) and all(
+        is_same(x, y) or (type(x) is type(y) and type(x) in (float, int) and may_change(a, x))
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _made_again(
+    recording: Recording, index: int, numbers: set[int], is_made: list[bool]
+) -> set[int]:
+    """Of the storages that Python holds at an entry, those that one kernel has made, from what is
+    held or can be made again itself, and that has not been changed since.
+    """
+    entries = recording.entries
+    storage_of = [meta.storage for meta in recording.slots]
+    written = {storage_of[slot] for entry in entries[:index] for slot in entry.writes}
+
+    def is_again(number: int) -> bool:
+        entry = entries[recording.storages[number].creator]
+        call = Call(entry.func, entry.args, entry.kwargs, (), False, "", entry.source)
+        call.random = facts_of(entry.func).is_random
+        tensors = [recording.slots[slot] for slot in _slots(entry)]
+        if number in written or entry.writes or not is_exact(call, tensors):
+            return False
+        return all(
+            used not in written and (not is_made[used] or used in numbers)
+            for used in map(storage_of.__getitem__, _refs(entry))
+        )
+
+    return {number for number in sorted(numbers) if is_again(number)}
 
 
 def _refs(entry: Entry) -> list[int]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from roam.capture.step import Variant
 from roam.capture.tracing.source_location import Frames
@@ -17,6 +15,7 @@ from roam.kernels.table import is_proven
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import is_possible
+from roam.runtime.beside.planned import Planned
 from roam.runtime.beside.recording import Recorder, Recording
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
@@ -24,8 +23,8 @@ from roam.runtime.log import logger, replans
 from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
-from roam.runtime.strategy import Choice, Options, choose
-from roam.torch_compat.private import DisableTorchFunction, version_of
+from roam.runtime.strategy import Options, choose
+from roam.torch_compat.private import version_of
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "identity", "iterator",
@@ -35,30 +34,6 @@ PYTHONS_OWN = frozenset((
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _MOST_RECORDED = 8
 """After so many recordings in a row, with no call by plan between them, no more are made."""
-
-
-@dataclass(slots=True, eq=False)
-class Planned:
-    """A script with its plan."""
-
-    script: Script
-    choice: Choice
-    executor: Executor
-    memory: StepMemory
-    inputs: list[int]
-    devices: frozenset[str]
-    pool: Pool | None
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """What kernels run in: autograd, autocast and function modes are left to Python."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(DisableTorchFunction())
-            for device in self.devices:
-                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            yield
 
 
 @dataclass(slots=True, eq=False)
@@ -196,12 +171,16 @@ class Beside:
                 continue
             numbers = way.numbers | changed
             held = [one | other for one, other in zip(alive, way.alive, strict=True)]
-            if way.planned is None or numbers != way.numbers or held != way.alive:
+            is_new = way.planned is None or numbers != way.numbers or held != way.alive
+            if is_new:
                 way.numbers, way.alive = numbers, held
-                way.planned = self._plan(script_of(recording, held, numbers))
+                way.planned = self._plan(
+                    script_of(recording, held, numbers, holds_all=self._options.memory is None)
+                )
             calls.ways.remove(way)
             calls.ways.insert(0, way)
-            calls.records = False
+            # A call that went another way is still to be seen twice.
+            calls.records = not is_new and calls.in_vain < _MOST_RECORDED
             return
         calls.ways.insert(0, _Way(recording, alive))
         if calls.in_vain >= _MOST_RECORDED:
@@ -254,10 +233,18 @@ class Beside:
     # -- calls by plan
 
     def _match(self, planned: Planned, args: Any, kwargs: Any, calls: _Calls) -> Any:
-        matched = Matched(planned.script, planned.executor, planned.inputs, planned.around)
-        matched.may_leave = self._on_change != "raise"
+        others = [way.planned for way in calls.ways if way.planned is not None]
+        matched: Any = None
         try:
-            with planned.executor.held():
+            with ExitStack() as held:
+
+                def enter(one: Planned) -> None:
+                    held.close()
+                    held.enter_context(one.executor.held())
+
+                enter(planned)
+                matched = Matched(planned, others, enter)
+                matched.may_leave = self._on_change != "raise"
                 try:
                     with looking(matched), matched:
                         result = self._function(*args, **kwargs)
@@ -270,12 +257,16 @@ class Beside:
                 finally:
                     matched.release()
         finally:
-            self._torn = matched.torn
+            self._torn = [] if matched is None else matched.torn
         if matched.left:
             self._tell_left(matched.left)
             calls.records = self._on_change == "replan" and calls.in_vain < _MOST_RECORDED
         else:
-            self.last, calls.in_vain = planned, 0
+            self.last, calls.in_vain = matched.planned, 0
+            way = next(way for way in calls.ways if way.planned is matched.planned)
+            if way is not calls.ways[0]:
+                calls.ways.remove(way)
+                calls.ways.insert(0, way)
         return result
 
     def _tell_left(self, why: str) -> None:
