@@ -200,9 +200,10 @@ class GeneratedSource:
             gets = [f"v{ref.slot}" if ref.slot not in views else "_" for ref in call.args]
             gets += [f"v{slot}" for slot in call.outputs]
             given = self._names.show([self._name(ref) for ref in call.args])
-            yield (
-                f"({''.join(f'{name}, ' for name in gets)}) = yield {given}" if gets else "yield []"
-            )
+            yield f"gets = yield {given}"
+            if gets:
+                yield f"({''.join(f'{name}, ' for name in gets)}) = gets"
+            yield "gets.clear()"  # so that what dies in the calls to come is freed
             return
         function: Any = call.function
         args, kwargs = (substitute(item, self._name) for item in (call.args, call.kwargs))

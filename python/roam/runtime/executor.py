@@ -249,7 +249,8 @@ class Executor:
                     if slot not in bindings.views:
                         values[slot] = value
                         check.note(slot, value)
-                gets = None
+                gets.clear()  # so that what dies in the calls to come is freed
+                value = None
                 check.forget_generator()  # Python may have drawn, or set its state
                 self._forget(step, index, values)
                 continue

@@ -106,6 +106,8 @@ class Matched(TorchDispatchMode):
         self._in_pool: set[int] = set()
         self._filled: set[int] = set()
         """Storages of placeholders that have memory."""
+        self._gets: list[Any] = []
+        """What the executor gets at the last barrier."""
         self._spare: dict[int, torch.UntypedStorage] = {}
         """What the plan has made for storages that Python does not hold any more."""
         self._lent: set[int] = set()
@@ -441,7 +443,7 @@ class Matched(TorchDispatchMode):
         if extra := self._alive() - self._script.barriers[-1].alive:
             self.leave(f"Python holds {len(extra)} tensors at its end that it did not hold")
             return
-        outgoing = self._advance([], is_end=True)
+        outgoing = self._advance(is_end=True)
         for slot, value in zip(self._script.barriers[-1].held, outgoing, strict=True):
             self._put(slot, value)
         self.is_over = True
@@ -452,7 +454,7 @@ class Matched(TorchDispatchMode):
         if extra := self._alive() - moment.alive:
             self.leave(f"Python holds {len(extra)} tensors that it did not hold")
             return False
-        values = self._advance([])
+        values = self._advance()
         self._spare.clear()
         seen: set[int] = set()
         gets: list[Any] = []
@@ -464,7 +466,8 @@ class Matched(TorchDispatchMode):
                 self._put(slot, value)
             place = self._places[meta.storage]
             if place.expired():
-                self._spare[meta.storage] = self._memory(meta, value)
+                if self._script.unheld[self._barrier - 1]:
+                    self._spare[meta.storage] = self._memory(meta, value)
                 gets.append(value)
             else:
                 self._lent.add(meta.storage)
@@ -474,9 +477,7 @@ class Matched(TorchDispatchMode):
         self._gets = gets
         return True
 
-    _gets: list[Any] | None = None
-
-    def _advance(self, gets: list[Any], *, is_end: bool = False) -> list[Any]:
+    def _advance(self, *, is_end: bool = False) -> list[Any]:
         """Runs the plan to the next barrier, or to its end."""
         script = self._script
         with self._kernels():
@@ -496,9 +497,8 @@ class Matched(TorchDispatchMode):
                     values = next(self._parts)
                 else:
                     moment = script.barriers[self._barrier - 1]
-                    sent = (self._gets or []) + [self._bound[slot] for slot in moment.brings]
-                    self._gets = None
-                    values = self._parts.send(sent)
+                    self._gets += [self._bound[slot] for slot in moment.brings]
+                    values = self._parts.send(self._gets)  # which empties the list
             except StopIteration as end:
                 assert is_end, "the plan has a part for each barrier"
                 values = end.value[0]

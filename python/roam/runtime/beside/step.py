@@ -44,6 +44,7 @@ class _Way:
     alive: list[frozenset[int]]
     numbers: set[Place] = field(default_factory=set)
     planned: Planned | None = None
+    is_to_be_planned: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Beside:
         self._on_change = on_change
         self._calls: dict[Hashable, _Calls] = {}
         self._is_told = False
+        self._refusal: CaptureError | None = None
         self._torn: list[tuple[Any, int]] = []
         self.last: Planned | None = None
 
@@ -90,6 +92,8 @@ class Beside:
                 code="torn",
             )
         self._torn = []
+        if self._refusal is not None:
+            raise self._refusal
         calls = self._calls.get(key)
         if calls is None:
             if self._on_change == "raise" and self.plans:
@@ -99,6 +103,17 @@ class Beside:
                     code="no_plan_fits",
                 )
             calls = self._calls[key] = _Calls()
+        for way in calls.ways:
+            if way.is_to_be_planned:  # before the call, so that nothing has run if there is no plan
+                way.planned = self._plan(
+                    script_of(
+                        way.recording,
+                        way.alive,
+                        way.numbers,
+                        holds_all=self._options.memory is None,
+                    )
+                )
+                way.is_to_be_planned = False
         planned = calls.ways[0].planned if calls.ways else None
         if calls.records or planned is None:
             if self._on_change == "eager" and self.plans and not calls.ways:
@@ -154,13 +169,11 @@ class Beside:
         with looking(recorder), recorder:
             result = self._function(*args, **kwargs)
         recording = recorder.end()
-        if recording.failed is not None:
-            self._refuse(recording.failed)
-        self._learn(recording, calls)
+        if recording.failed is None:
+            self._learn(recording, calls)
+        else:
+            self._refusal = recording.failed  # of later calls: this one has run
         return result
-
-    def _refuse(self, error: CaptureError) -> None:
-        raise error
 
     def _learn(self, recording: Recording, calls: _Calls) -> None:
         calls.in_vain += 1
@@ -173,10 +186,7 @@ class Beside:
             held = [one | other for one, other in zip(alive, way.alive, strict=True)]
             is_new = way.planned is None or numbers != way.numbers or held != way.alive
             if is_new:
-                way.numbers, way.alive = numbers, held
-                way.planned = self._plan(
-                    script_of(recording, held, numbers, holds_all=self._options.memory is None)
-                )
+                way.numbers, way.alive, way.is_to_be_planned = numbers, held, True
             calls.ways.remove(way)
             calls.ways.insert(0, way)
             # A call that went another way is still to be seen twice.
