@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from roam.runtime.beside.placeholders import note_known
-from roam.torch_compat.patches import replaced
-from roam.torch_compat.private import TENSOR_DATA, disable_current_modes, dispatch_modes, storage_of
+from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
+from roam.torch_compat.private import TENSOR_DATA, C, disable_current_modes, dispatch_modes, storage_of
 
 _LOOKS = (
     "__repr__", "__str__", "__format__", "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage",
@@ -38,6 +38,9 @@ class Looked(Protocol):
 
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
+
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
 
     def drawn(self) -> None:
         """Python has looked at random generators, or set them."""
@@ -86,6 +89,15 @@ def looking(one: Looked) -> Iterator[None]:
 
         return look
 
+    def switching(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            if is_ours():
+                one.switching()
+            return original(*args, **kwargs)
+
+        return switch
+
     def data(tensor: torch.Tensor) -> torch.Tensor:
         alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
         if is_ours():
@@ -114,5 +126,9 @@ def looking(one: Looked) -> Iterator[None]:
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]
+    patches += [(C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)]
+    patches.append((torch, "set_num_threads", switching(torch.set_num_threads)))
+    prop = torch.backends.ContextProp
+    patches.append((prop, "__set__", switching(prop.__set__)))
     with replaced(patches):
         yield

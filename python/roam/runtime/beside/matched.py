@@ -401,6 +401,11 @@ class Matched(TorchDispatchMode):
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
 
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
+        with disable_current_modes():
+            self.leave("the step changes how kernels compute")
+
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
         if self._drawn is not None:

@@ -154,6 +154,9 @@ class Recorder(TorchDispatchMode):
                 "storage_replaced",
             )
 
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
+
     def drawn(self) -> None:
         """Python has looked at random generators, or set them."""
 

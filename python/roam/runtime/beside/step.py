@@ -24,6 +24,7 @@ from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import Options, choose
+from roam.state.global_flags import kernel_switches
 from roam.torch_compat.private import version_of
 
 PYTHONS_OWN = frozenset((
@@ -86,6 +87,7 @@ class Beside:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
+        key = key, kernel_switches()
         if any(version_of(tensor) == version for tensor, version in self._torn):
             raise ExecutionError(
                 "an earlier step failed half-way; load the model's and the optimizer's state again first",
@@ -133,7 +135,7 @@ class Beside:
 
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
-        calls = self._calls.get(key)
+        calls = self._calls.get((key, kernel_switches()))
         planned = calls.ways[0].planned if calls and calls.ways and not calls.records else None
         if planned is None:
             return self.run(args, kwargs, key)
