@@ -29,7 +29,9 @@ CALLS = 7
 class State:
     """What a step holds."""
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> None:
+    def __init__(
+        self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+    ) -> None:
         self.model = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Dropout(0.2), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)
         )  # fmt: skip
@@ -467,11 +469,12 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    assert_same_bits([one], [other])
+    assert_same_bits([one.detach()], [other.detach()])
     return True
 
 
-NOT_BY_PLAN = {"shapes_of_values", "an_array_that_is_written", "a_gradient_that_is_kept_as_an_array"}
+NOT_BY_PLAN = {"shapes_of_values", "early_stopping", "a_gradient_that_is_kept_as_an_array"}
+"""Steps that go another way in most calls."""
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -486,7 +489,9 @@ def test_a_step_does_what_eager_pytorch_does(name: str, capsys: Any) -> None:
         assert compiled.memory().total_bytes > 0  # a call has run by a plan
 
 
-@pytest.mark.parametrize("name", ["printing", "branches", "results_that_live_on", "raising", "scaled_losses"])
+@pytest.mark.parametrize(
+    "name", ["printing", "branches", "results_that_live_on", "raising", "scaled_losses"]
+)
 def test_the_same_out_of_a_poisoned_pool(name: str) -> None:
     expected, _ = ran(name)
     found, _ = ran(name, python="beside", pool=True, poison=True)
@@ -496,7 +501,9 @@ def test_the_same_out_of_a_poisoned_pool(name: str) -> None:
 # -- budgets
 
 
-def deep(asks: bool, leaves_at: int | None = None) -> tuple[torch.nn.Module, Callable[[torch.Tensor], Any]]:
+def deep(
+    asks: bool, leaves_at: int | None = None
+) -> tuple[torch.nn.Module, Callable[[torch.Tensor], Any]]:
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
@@ -540,8 +547,8 @@ def test_a_budget_that_no_plan_keeps_to_is_refused_before_the_call() -> None:
     _, step = deep(asks=True)
     compiled = roam.compile(step, python="beside", memory=1000)
     x = torch.randn(16, 64)
-    first, second = compiled(x), compiled(x)
-    assert first != second
+    first, *_, last = [compiled(x) for _ in range(3)]
+    assert first != last
     with pytest.raises(roam.PlanError) as caught:
         compiled(x)
     assert caught.value.code == "memory_floor"
@@ -551,15 +558,15 @@ def test_a_budget_that_no_plan_keeps_to_is_refused_before_the_call() -> None:
 
 
 def test_auto_runs_beside_what_idle_refuses(caplog: Any) -> None:
-    expected, _ = ran("tables_by_identity")
+    expected, _ = ran("clocks_and_chance")
     with pytest.raises(roam.CaptureError):
-        ran("tables_by_identity", python="idle")
+        ran("clocks_and_chance", python="idle")
     with caplog.at_level(logging.WARNING, "roam"):
-        found, compiled = ran("tables_by_identity", python="auto")
+        found, compiled = ran("clocks_and_chance", python="auto")
     assert are_same(expected, found)
     assert compiled.memory().total_bytes > 0
     (told,) = [one.getMessage() for one in caplog.records if "beside its plan" in one.getMessage()]
-    assert __file__ in told
+    assert "random generator was drawn from" in told
 
 
 def test_auto_keeps_plans_of_their_own_for_idle_python() -> None:

@@ -209,10 +209,11 @@ class Executor:
         if self.generated is not None:
             self._ran = self.generated
             outgoing: Any = self.generated.run(inputs)
-            return (yield from outgoing) if isgenerator(outgoing) else outgoing
-        outgoing, _ = yield from self._by_calls(inputs)
+            result: Outgoing = (yield from outgoing) if isgenerator(outgoing) else outgoing
+            return result
+        result, _ = yield from self._by_calls(inputs)
         self.generated = GeneratedSource(self.bindings, self._plan, self._streams, self._watcher)
-        return outgoing
+        return result
 
     def _run_by_calls(self, inputs: list[Any]) -> tuple[Outgoing, bool]:
         """What a checked run gives, and whether it has left out no call."""
@@ -221,7 +222,8 @@ class Executor:
             while True:
                 next(calls)
         except StopIteration as end:
-            return end.value
+            result: tuple[Outgoing, bool] = end.value
+            return result
 
     def _by_calls(
         self, inputs: list[Any]

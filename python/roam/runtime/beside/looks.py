@@ -13,7 +13,13 @@ import torch
 
 from roam.runtime.beside.placeholders import note_known
 from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
-from roam.torch_compat.private import TENSOR_DATA, C, disable_current_modes, dispatch_modes, storage_of
+from roam.torch_compat.private import (
+    TENSOR_DATA,
+    C,
+    disable_current_modes,
+    dispatch_modes,
+    storage_of,
+)
 
 _LOOKS = (
     "__repr__", "__str__", "__format__", "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage",
@@ -53,15 +59,17 @@ class Looked(Protocol):
 
 
 @contextmanager
-def looking(one: Looked) -> Iterator[None]:
-    """In the block, looks of this thread are told, before anything is seen."""
+def looking(one: Any) -> Iterator[None]:
+    """In the block, a `Looked`, which may be a dispatch mode, is told of this thread's looks before
+    anything is seen.
+    """
     thread, depth = threading.get_ident(), 0
 
     def is_ours() -> bool:
         return (
             depth == 0
             and not one.is_busy
-            and (threading.get_ident() == thread or one in dispatch_modes())
+            and (threading.get_ident() == thread or any(mode is one for mode in dispatch_modes()))
         )
 
     def telling(
@@ -110,7 +118,7 @@ def looking(one: Looked) -> Iterator[None]:
                 one.assigned(tensor)
         TENSOR_DATA.__set__(tensor, data)
 
-    patches = [
+    patches: list[Any] = [
         (
             torch.Tensor,
             name,
@@ -126,7 +134,9 @@ def looking(one: Looked) -> Iterator[None]:
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]
-    patches += [(C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)]
+    patches += [
+        (C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)
+    ]
     patches.append((torch, "set_num_threads", switching(torch.set_num_threads)))
     prop = torch.backends.ContextProp
     patches.append((prop, "__set__", switching(prop.__set__)))

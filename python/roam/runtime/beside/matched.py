@@ -72,11 +72,11 @@ class Matched(TorchDispatchMode):
         """Begins a call.
 
         Args:
-            others: other ways that calls of this kind go. The call goes over to one of them where it
-                goes as that does, as long as no kernel has run.
+            others: other ways that calls of this kind go. The call goes over to one of them where
+                it goes as that does, as long as no kernel has run.
             enter: is called with the plan that a call goes over to.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.left = ""
         self.is_over = False
         self.is_busy = False
@@ -131,8 +131,8 @@ class Matched(TorchDispatchMode):
         self._inputs, self._around = planned.inputs, planned.around
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
-        """Whether the call goes over to another plan, whose script has begun as this one has, and in
-        which the next operator is as expected.
+        """Whether the call goes over to another plan, whose script has begun as this one has, and
+        in which the next operator is as expected.
         """
         if self._barrier:
             return False
@@ -178,7 +178,7 @@ class Matched(TorchDispatchMode):
             return self._other(func, args, kwargs or {})
         # The loop is written out: this is most of what a call takes beside its kernels.
         weak = self._weak
-        for value, (code, expected) in zip(args, step.args):
+        for value, (code, expected) in zip(args, step.args, strict=False):
             if code == 0:
                 known = weak[expected]
                 if known is not None and known() is value:
@@ -199,7 +199,7 @@ class Matched(TorchDispatchMode):
         if does == RUN:
             self._at += 1
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if step.slot >= 0 and self._script.slots[step.slot].storage in self._places:
+            if step.slot >= 0 and self._script.storage_of(step.slot) in self._places:
                 weak[step.slot] = weakref.ref(result)
             else:
                 self._note(step.entry, result)
@@ -270,7 +270,7 @@ class Matched(TorchDispatchMode):
             return
         for item, one in zip(flat, entry.results, strict=True):
             if type(one) is Made:
-                storage = self._script.slots[one.slot].storage  # type: ignore[union-attr]
+                storage = self._script.storage_of(one.slot)
                 if storage not in self._places:
                     self._meet(storage, storage_of(item))
                 self._tag(one.slot, item)
@@ -572,8 +572,11 @@ class Matched(TorchDispatchMode):
         if pool is None or not pool.owns(storage):
             return storage
         offset = value.storage_offset() - meta.offset
-        address = storage.data_ptr() + offset * meta.dtype.itemsize
-        return storage_at(address, meta.device, self._script.size_bytes[meta.storage])
+        address = storage.data_ptr() + int(offset) * meta.dtype.itemsize
+        memory: torch.UntypedStorage = storage_at(
+            address, meta.device, self._script.size_bytes[meta.storage]
+        )
+        return memory
 
     def _alive(self) -> frozenset[int]:
         """The storages that the call has made, and that Python holds."""
@@ -585,8 +588,10 @@ class Matched(TorchDispatchMode):
         }
         if lent:
             tagged = (
-                (slots[slot].storage, one) for slot, one in enumerate(self._weak) if one is not None
-            )  # type: ignore[union-attr]
+                (slots[slot].storage, one)  # type: ignore[union-attr]
+                for slot, one in enumerate(self._weak)
+                if one is not None
+            )
             alive.update(
                 number
                 for number, one in (*tagged, *self._aliases)

@@ -16,9 +16,16 @@ from roam.torch_compat.private import (
     STORAGES_SWAP,
     allow_access,
     forbid_access,
+    free_weak_storage,
+    is_expired,
     storage_at,
+    storage_by,
     storage_pointer,
     storage_uses,
+    swap_memory,
+    weak_storage,
+    with_conj,
+    with_neg,
 )
 
 UNREAD = (
@@ -38,18 +45,19 @@ class WeakStorage:
     __slots__ = ("_pointer",)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._pointer = storage._weak_ref()
+        self._pointer = weak_storage(storage)
 
     def expired(self) -> bool:
         """Whether nothing holds the storage any more."""
-        return bool(torch.UntypedStorage._expired(self._pointer))
+        return bool(is_expired(self._pointer))
 
     def get(self) -> torch.UntypedStorage:
         """The storage, which has not expired."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        storage: torch.UntypedStorage = storage_by(self._pointer)
+        return storage
 
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self._pointer)
+        free_weak_storage(self._pointer)
 
 
 def placeholder(meta: TensorMeta, size_bytes: int) -> torch.Tensor:
@@ -88,7 +96,7 @@ def note_known(storage: torch.UntypedStorage) -> None:
 def fill(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Gives a storage the memory of another one, which is then not to be used any more."""
     allow_access(storage_pointer(storage))
-    storage._swap_data_ptr_(other)
+    swap_memory(storage, other)
 
 
 def fill_at(storage: torch.UntypedStorage, address: int) -> None:
@@ -108,7 +116,7 @@ def tensor_in(storage: torch.UntypedStorage, meta: TensorMeta) -> torch.Tensor:
     )
     result: Any = tensor
     if meta.is_conj:
-        result = torch._conj(result)
+        result = with_conj(result)
     if meta.is_neg:
-        result = torch._neg_view(result)
+        result = with_neg(result)
     return result  # type: ignore[no-any-return]

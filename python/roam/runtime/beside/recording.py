@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from roam.capture.fake_kernels.meta_corrections import is_spread, looks_for_zeros, selects_masked
 from roam.capture.tracing.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, written_by
 from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
@@ -25,6 +26,10 @@ _PASSED = frozenset(
     {torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default}
 )
 _VALUES = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+_SPECTRA = frozenset({
+    aten._linalg_svd.default, aten._linalg_eigh.default, aten._linalg_eigvals.default, aten.linalg_eig.default,
+})  # fmt: skip
+"""What composite operators are made of that PyTorch takes apart in another way then."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 Kind = Literal["kernel", "view", "now", "settle"]
@@ -61,7 +66,7 @@ class Entry:
     writes: tuple[int, ...] = ()
     """Slots of the arguments that it changes."""
     phase: str = "forward"
-    source: Source = Source()
+    source: Source = Source()  # noqa: RUF009 - it cannot change
     dtype: torch.dtype | None = None
     """The default dtype, where the operator takes it."""
     alive: frozenset[int] = frozenset()
@@ -99,7 +104,7 @@ class Recorder(TorchDispatchMode):
     """Records what runs in the block."""
 
     def __init__(self, frames: Frames) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.is_busy = False
         self._frames = frames
@@ -184,6 +189,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             self.fail("it takes functions, which cannot be recorded", "refused_operator", func)
             return func(*args, **kwargs)
+        self._refuse_hidden(func, args)
         facts = facts_of(func)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         odd = next(
@@ -256,6 +262,25 @@ class Recorder(TorchDispatchMode):
             entry.kind = "view"
         return result
 
+    def _refuse_hidden(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuses what PyTorch computes in another way where a dispatch mode looks on.
+
+        Raises:
+            CaptureError: at once, since going on would give other bits than eager PyTorch.
+        """
+        if (
+            looks_for_zeros(func)
+            or selects_masked(func)
+            or is_spread(func, args)
+            or func in _SPECTRA
+        ):
+            source = str(self._frames.here()[1])
+            raise CaptureError(
+                f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as here, than "
+                "in eager PyTorch; leave python= out, and see what the step is refused for then",
+                code="hidden_branch", operator=str(func), source=source,
+            )  # fmt: skip
+
     # -- tensors
 
     def _encoded(self, value: Any) -> Any:
@@ -271,9 +296,12 @@ class Recorder(TorchDispatchMode):
     def _slot(self, tensor: torch.Tensor) -> int:
         known = self._ids.get(id(tensor))
         pointer = storage_pointer(storage_of(tensor))
-        if known is not None and self._weak[known]() is tensor:
-            if self._numbers.get(pointer) == self.recording.slots[known].storage:
-                return known
+        if (
+            known is not None
+            and self._weak[known]() is tensor
+            and self._numbers.get(pointer) == self.recording.slots[known].storage
+        ):
+            return known
         number = self._numbers.get(pointer)
         if number is None:
             number = self._new_storage(tensor, -1, f"outside_{len(self.recording.storages)}")
@@ -304,7 +332,9 @@ def is_passed(func: Any) -> bool:
 
 
 def is_now(func: Any) -> bool:
-    """Whether an operator gives Python a value, or makes tensors whose shapes follow from values."""
+    """Whether an operator gives Python a value, or makes tensors whose shapes follow from
+    values.
+    """
     if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
         return True
     return any(
@@ -316,7 +346,7 @@ def is_now(func: Any) -> bool:
 def meta_of(tensor: torch.Tensor, storage: int) -> TensorMeta:
     """How a tensor lies in a storage."""
     return TensorMeta(
-        tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage,
+        tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device, storage,
         tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip
 

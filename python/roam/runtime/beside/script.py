@@ -49,8 +49,8 @@ class Moment:
 
 
 Pattern = tuple[int, Any]
-"""What an argument has to be: `TENSOR` and a slot; `SAME` and a value; `NUMBER`, a slot and a class;
-or `NEST`, a class and the patterns of its items."""
+"""What an argument has to be: `TENSOR` and a slot; `SAME` and a value; `NUMBER`, a slot and a
+class; or `NEST`, a class and the patterns of its items."""
 TENSOR, SAME, NUMBER, NEST = range(4)
 RUN, NOW, MAKE, GIVE, ANSWER = range(5)
 """What is done with an operator that is as expected: it is run; it is run, perhaps after the plan;
@@ -113,6 +113,12 @@ class Script:
     """For each entry, and for the end, what it is compared with."""
     shared: dict[int, int] = field(default_factory=dict)
     """By the identity of another script of the same kind of calls, see `common`."""
+
+    def storage_of(self, slot: int) -> int:
+        """The number of the storage that a tensor is in."""
+        meta = self.slots[slot]
+        assert meta is not None, "a tensor"
+        return meta.storage
 
 
 def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
@@ -288,13 +294,13 @@ def script_of(
             as_run(entry.func), args, kwargs, outputs, entry.sequence is not None, entry.phase, entry.source,
             mutates=entry.writes, random=facts.is_random, is_check=facts.is_check,
         )  # fmt: skip
-        for slot in outputs:
-            if slot is not None:
-                made[slot] = len(calls)
-                storage = storage_of[slot]
+        for one in outputs:
+            if one is not None:
+                made[one] = len(calls)
+                storage = storage_of[one]
                 if storages[storage].creator == index and storage not in creators:
                     creators[storage] = len(calls)
-                    first_of[storage] = slot
+                    first_of[storage] = one
                 if entry.kind == "kernel":
                     dirty.add(storage)
         dirty.update(storage_of[slot] for slot in entry.writes)

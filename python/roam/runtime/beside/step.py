@@ -28,9 +28,9 @@ from roam.state.global_flags import kernel_switches
 from roam.torch_compat.private import version_of
 
 PYTHONS_OWN = frozenset((
-    "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "identity", "iterator",
+    "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
-    "hidden_branch", "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "trainer_log",
+    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "trainer_log",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _MOST_RECORDED = 8
