@@ -33,13 +33,13 @@ help:
 	@echo "make ci          install, lint and tests: what continuous integration runs"
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"
-	@echo "make test        the Python tests, against what is installed"
+	@echo "make test        the Python tests, against what is installed; of each, as many cases as fit in a second"
 	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
-	@echo "make durations   all Python tests; keeps how long each takes, by which make quick chooses"
+	@echo "make durations   the Python tests, of those with many cases one in eight; keeps how long each takes, by which make quick and make test choose"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100,000 random graphs and as many layouts, against brute force and the verifier; all cases of the planner's tests"
 	@echo "make fuzz        2,000 random modules and steps, by their plan and eagerly, bits compared"
-	@echo "make sweep       all cases of the tests of which others run one in eight, and the long tests: every sample of PyTorch's operators, every optimizer and module"
+	@echo "make sweep       all cases of all Python tests: every sample of PyTorch's operators, every optimizer and module"
 	@echo "make hard-limit  a step with a memory budget in a process that the system gives no more"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
@@ -96,7 +96,7 @@ test-planner:
 	$(BIN)/python -m pytest $(PARALLEL) --without-torch $(PLANNER_TESTS)
 
 test:
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --brief
 
 # What roam uses and changes of PyTorch's private side, one test for each name.
 canaries:
@@ -126,7 +126,7 @@ fuzz:
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
-	$(BIN)/python -m pytest $(PARALLEL) -m "sweep or long"
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +44,10 @@ _DURATIONS = Path(__file__).with_name("durations.json")
 _SLOW_S = 0.7
 """Tests that took longer at the last `make durations`, all parameters together, are left out of
 `make quick`, so that it takes about two minutes on two idle cores."""
+_BRIEF_S = 1.0
+"""Of a test whose parameters took longer, all together, `--brief` runs as many as fit."""
+_BRIEF_CASE_S = 5.0
+"""A case that took longer is left out by `--brief`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--without-torch",
         action="store_true",
         help="fail whatever imports torch, as if it were not installed",
+    )
+    parser.addoption(
+        "--brief",
+        action="store_true",
+        help=f"of each test, run as many cases as took {_BRIEF_S} s at the last `make durations`",
     )
     parser.addoption(
         "--device", metavar="DEVICE", help="where tensors are made that name no device, as `cuda`"
@@ -89,14 +98,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if place != group % EVERY:
                 left_out.append(item)
             seen[function] += 1
+    _leave_out(config, items, left_out)
+    taken: dict[str, float] = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+    for item in items:
+        if taken.get(_function(item), 0.0) > _SLOW_S:
+            item.add_marker(pytest.mark.slow)
+    if config.getoption("--brief"):
+        _leave_out(config, items, list(_beyond_brief(items, taken)))
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]
+) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
-    taken: dict[str, float] = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+
+
+def _beyond_brief(items: list[pytest.Item], taken: dict[str, float]) -> Iterator[pytest.Item]:
+    """What `--brief` leaves out. Of a test's cases, those that stay are spread evenly, the first
+    among them."""
+    functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if taken.get(item.nodeid.partition("[")[0], 0.0) > _SLOW_S:
-            item.add_marker(pytest.mark.slow)
+        functions[_function(item)].append(item)
+    for function, cases in functions.items():
+        of_one = taken.get(function, 0.0) / len(cases)
+        count = max(1, int(_BRIEF_S / of_one)) if of_one else len(cases)
+        if of_one > _BRIEF_CASE_S:
+            yield from cases
+        elif count < len(cases):
+            stay = {place * len(cases) // count for place in range(count)}
+            yield from (case for place, case in enumerate(cases) if place not in stay)
 
 
 _FILES_BETWEEN_COLLECTIONS = 10

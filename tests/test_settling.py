@@ -281,6 +281,30 @@ class TestWhatTheFirstCallSetsUp:
 
         self.check(does)
 
+    def test_a_tensor_that_a_weight_gives_to_its_layer(self) -> None:
+        def does(self, x, out):
+            if hasattr(self.net.weight, "scale"):
+                self.net.scale = self.net.weight.scale
+                del self.net.weight.scale
+            return (out * self.net.scale).sum()
+
+        def script(wrap: Any) -> Any:
+            trainer = Trainer(does)
+            trainer.net.weight.scale = torch.tensor(0.5)
+            step = wrap(trainer.step)
+            return [step(x) for x in inputs(4)], trainer.net.state_dict()
+
+        both(script)
+
+    def test_a_tensor_that_stays_with_a_weight_is_refused_at_the_second_call(self) -> None:
+        trainer = Trainer(lambda self, x, out: out.sum())
+        trainer.net.weight.scale = torch.tensor(0.5)
+        step = roam.compile(trainer.step)
+        step(inputs(1)[0])
+        with pytest.raises(roam.CaptureError) as refusal:
+            step(inputs(1)[0])
+        assert refusal.value.code == "tensor_attribute"
+
     def test_entries_of_a_dictionary(self) -> None:
         seen: list[dict[str, Any]] = []
 

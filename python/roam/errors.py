@@ -70,13 +70,17 @@ class FormatError(RoamError, ValueError):
     """A file or text is not a graph, a plan or buffers in the documented form."""
 
 
+MOST_SETTLING: Final = 8
+"""How many calls in a row may set something up, each for another mode or shape."""
+
+
 class CaptureError(RoamError):
     """A training step cannot be captured as it is.
 
     Attributes:
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
-        settles: whether the step can probably be captured after it has run once, like a step that
-            sets something up at its first call.
+        settles: how many calls in a row the user's own function may run until the step can be
+            captured, like a step that sets something up at its first calls; 0 if it never can.
         is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
             be captured. For such a call the user's own function may run.
         blames_answer: whether the error comes right after an answer that was guessed for a check
@@ -84,7 +88,7 @@ class CaptureError(RoamError):
     """
 
     path: str | None = None
-    settles: bool = False
+    settles: int = 0
     is_unusual: bool = False
     blames_answer: bool = False
 

@@ -37,7 +37,7 @@ from roam.capture.tracing.tracer import trace
 from roam.capture.tracing.unnoticed_reads import may_miss_numbers
 from roam.capture.tracing.unread_values import StandIns, unread
 from roam.distributed.agreement import note_rank
-from roam.errors import CaptureError
+from roam.errors import MOST_SETTLING, CaptureError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait, signals_wait
 from roam.kernels.calls import Placed, placed_calls
@@ -489,7 +489,7 @@ def capture_step(
                         if settles is not None and error.code == "step_raised":
                             # It was run with less than it leaves at once, as a table's length
                             # without the table.
-                            settles.refusal.settles = True
+                            settles.refusal.settles = MOST_SETTLING
                             raise settles.refusal from error
                         raise
         finally:
@@ -577,7 +577,9 @@ def _captured(
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
         if settles is not None and not _is_settled(settles, programs[0]):
-            settles.refusal.settles = True  # the step that finds all of it set has just been traced
+            settles.refusal.settles = (
+                MOST_SETTLING  # the step that finds all of it set has just been traced
+            )
             raise settles.refusal
         kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
@@ -1039,7 +1041,7 @@ class _Tracer:
                         raise NumbersChange(numbers)
                     lasting = self._lasting(fake_state, args, kwargs)
                     refusal = _refusal(moved, lasting)
-                    refusal.settles = not (switches.moved() or lasting)
+                    refusal.settles = 0 if switches.moved() or lasting else MOST_SETTLING
                     raise refusal
                 if (
                     only_first

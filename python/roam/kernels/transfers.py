@@ -18,6 +18,7 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.table import Placement
 from roam.kernels.times import rounded
 from roam.program.ir import Call
+from roam.program.pages import Fetch
 from roam.program.tier import Load, Tier
 
 _BLOCK_BYTES = 2**22
@@ -37,11 +38,12 @@ def placed_load(call: Call) -> Placed:
     """How a call that loads writes its result where a plan wants it. The tensor that its first run
     is given dies there, and may give its memory to the result.
     """
-    assert isinstance(call.target, Load), "a load"
+    assert isinstance(call.target, (Fetch, Load)), "a load"
     (result,) = call.outputs
     assert result is not None, "a tensor"
     placement = Placement("substitute", call.target.into, call.name)
-    return Placed(placement, ((call.args[0].slot, result),))
+    in_place = () if isinstance(call.target, Fetch) else ((call.args[0].slot, result),)
+    return Placed(placement, in_place)
 
 
 def time_ns(block_ns: int, size_bytes: int) -> int:

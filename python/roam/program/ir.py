@@ -19,6 +19,7 @@ from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
 from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
 from roam.program.replay import Replay, generator_state
+from roam.program.pages import Fetch, Keep, Put
 from roam.program.tier import Load, Store
 from roam.state.nests import leaves_of
 from roam.state.wrappers import Form
@@ -41,6 +42,8 @@ class Ref:
     slot: int
 
 
+TRANSFERS = Store, Load, Fetch, Put, Keep
+"""Targets of calls that move tensors between memory and files."""
 ref_to = functools.cache(Ref)
 """Returns the same `Ref` for a slot each time, so that equal calls are quick to recognize."""
 
@@ -90,6 +93,8 @@ class Storage:
     is_begun_anew: bool = False
     """Whether it exists before the step, and the step's code overwrites all of it before it reads
     it and before its first check."""
+    is_paged: bool = False
+    """Whether it lies in a file, and takes no memory."""
 
 
 @dataclass(slots=True)
@@ -154,7 +159,7 @@ class Call:
             return _name_of(self.target.operator)
         if is_collective(self.target):
             return f"c10d.{self.target.__name__}"
-        if isinstance(self.target, (Store, Load)):
+        if isinstance(self.target, TRANSFERS):
             return f"roam.{type(self.target).__name__.lower()}"
         # Methods of built-in classes have no module.
         module = str(getattr(self.target, "__module__", ""))

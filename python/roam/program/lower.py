@@ -20,10 +20,12 @@ from roam.program.diff import has_same_structure
 from roam.program.early_checks import needed_by
 from roam.program.effects import Assemble, rebound
 from roam.program.expand import expand
-from roam.program.ir import Call, Program, Ref, substitute
+from roam.program.ir import TRANSFERS, Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
 from roam.program.offload import Offer, offers, with_offers
 from roam.program.operators import is_ours, is_region
+from roam.program.pages import Fetch, Keep, Pages, Put
+from roam.program.paging import Page, pages_of, with_pages
 from roam.program.random_states import with_states
 from roam.program.releases import Release
 from roam.program.repeatable import Repeat, repeats
@@ -56,6 +58,8 @@ class WritesResults(Protocol):
         """The same for a run of the call on other slots."""
 
 
+_HANDLE_BYTES = 1
+"""What a tensor in a file counts."""
 Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
 
 
@@ -128,9 +132,14 @@ class Lowering:
         self._offered: _Offered | None = None
         self.offloaded_bytes = 0
         """What a tier has to hold of the tensors that are offloaded."""
+        self.paged: Pages | None = None
+        """The files that tensors lie in before and after the step; None if none does."""
         self._sequence: Sequence[int] = range(len(program.calls))
         self._is_again: Sequence[bool] = [False] * len(program.calls)
-        self._sizes = [storage.size_bytes for storage in program.storages]
+        self._sizes = [
+            _HANDLE_BYTES if storage.is_paged else storage.size_bytes
+            for storage in program.storages
+        ]
         self.repeats: list[Repeat | None]
         self.operators: list[_Operator]
         self._leaving: set[int]
@@ -166,7 +175,7 @@ class Lowering:
                 or is_collective(call.target)
                 or call.is_check
                 or is_barrier(call.target)
-                or isinstance(call.target, (Store, Load))
+                or isinstance(call.target, TRANSFERS)
             )
             for slot in call.refs()
         }
@@ -279,6 +288,65 @@ class Lowering:
         result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
         return result
 
+    def pages(self, excluded: Iterable[int]) -> list[Page]:
+        """Tensors that may lie in files before and after the step.
+
+        Args:
+            excluded: storages that may not lie elsewhere than where they are.
+        """
+        return pages_of(self.program, self._kinds, self._given_away.union(excluded))
+
+    def paging(
+        self,
+        chosen: Sequence[Page],
+        pages: Pages,
+        placed: Callable[[Call], WritesResults],
+        time_ns: Callable[[int], int],
+    ) -> Lowering:
+        """The same program with tensors in files before and after the step.
+
+        Args:
+            chosen: some of its `pages`.
+            pages: where they are.
+            placed: how a call that reads a tensor writes its result.
+            time_ns: nanoseconds that it takes to write and read so many bytes.
+        """
+        found = with_pages(self.program, chosen, pages)
+        result = self._changed(
+            found.program,
+            found.calls,
+            [
+                _placed(self.placed[number], self.program.calls[number], call)
+                if number >= 0
+                else placed(call)
+                if isinstance(call.target, Fetch)
+                else None
+                for number, call in zip(found.calls, found.program.calls, strict=True)
+            ],
+        )
+        result.paged, result.timed_calls = pages, self.timed_calls
+        result._times = {
+            place: self._times[number]
+            for place, number in enumerate(found.calls)
+            if number in self._times
+        }
+        result._times |= {
+            index: max(time_ns(result.moved_bytes(index)) // 2, 1)
+            for index in result.moves
+        }
+        return result
+
+    @property
+    def moves(self) -> list[int]:
+        """Numbers of the calls that read tensors from files and write them there."""
+        return self.with_target(Fetch, Put, Keep)
+
+    def moved_bytes(self, index: int) -> int:
+        """Bytes that a call reads from a file or writes there."""
+        call = self.program.calls[index]
+        slot = call.outputs[0] if isinstance(call.target, Fetch) else call.args[0].slot
+        return self.program.storages[self.program.storage_of(slot)].size_bytes
+
     def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
         """The same without the tensors that some of its `loads` load. Also returns, for each call
         that remains, its number in the result, by its number here.
@@ -301,18 +369,31 @@ class Lowering:
         return sum(self._sizes[number] for number in self.operators[index].creates)
 
     @property
+    def most_made_bytes(self) -> int:
+        """The most that one call uses and makes of what the step makes."""
+        storages = self.program.storages
+        return max(
+            (
+                sum(self._sizes[one] for one in (*at.reads, *at.mutates, *at.creates) if storages[one].creator >= 0)
+                for at in self.operators
+            ),
+            default=0,
+        )  # fmt: skip
+
+    @property
     def stores(self) -> list[int]:
         """Numbers of the calls that store tensors in a tier."""
-        return self._with(Store)
+        return self.with_target(Store)
 
     @property
     def loads(self) -> list[int]:
         """Numbers of the calls that load them, or hand them on in their first run."""
-        return self._with(Load)
+        return self.with_target(Load)
 
-    def _with(self, target: type) -> list[int]:
+    def with_target(self, *targets: type) -> list[int]:
+        """Numbers of the calls that have targets of these classes."""
         calls = enumerate(self.program.calls)
-        return [index for index, call in calls if isinstance(call.target, target)]
+        return [index for index, call in calls if isinstance(call.target, targets)]
 
     def _changed(
         self,
@@ -342,6 +423,7 @@ class Lowering:
             estimate=self._estimate,
         )
         result._sequence = [number if number < 0 else self._sequence[number] for number in calls]
+        result.paged = self.paged
         return result
 
     @property
@@ -426,7 +508,7 @@ class Lowering:
         return sum(
             is_again
             and bool(operator.creates or operator.mutates)
-            and not isinstance(call.target, Load)
+            and not isinstance(call.target, (Fetch, Load))
             for is_again, operator, call in zip(
                 self._is_again, self.operators, self.program.calls, strict=True
             )
@@ -913,7 +995,26 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
         kinds[program.storage_of(slot)] = kind
     for _, slot in program.constants:
         kinds[program.storage_of(slot)] = "buffer"
+    for call in program.calls:
+        if isinstance(call.target, (Fetch, Keep)):
+            made, of = (program.storage_of(slot) for slot in (call.outputs[0], call.args[0].slot))  # type: ignore[arg-type]
+            if made not in leaving:
+                kinds[made] = kinds[of]
     return kinds
+
+
+def moved_bytes(program: Program, *targets: type) -> dict[str, int]:
+    """By kind, the bytes of all tensors that calls with targets of these classes read from files or
+    write there.
+    """
+    kinds, moved = kinds_of(program, program.leaving()), Counter[str]()
+    for call in program.calls:
+        if isinstance(call.target, targets):
+            paged = call.args[0] if isinstance(call.target, Fetch) else call.args[-1]
+            slot = call.outputs[0] if isinstance(call.target, Keep) else paged.slot
+            number = program.storage_of(slot)  # type: ignore[arg-type]
+            moved[kinds[number]] += program.storages[number].size_bytes
+    return dict(moved)
 
 
 def device_of(program: Program) -> torch.device:

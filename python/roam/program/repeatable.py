@@ -21,6 +21,7 @@ import torch
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.ir import Call, Program, Ref, TensorMeta
 from roam.program.operators import is_foreign, is_ours, is_region
+from roam.program.pages import Fetch
 from roam.program.replay import Replay
 from roam.program.tier import Load
 from roam.torch_compat.private import OpOverload, schema_of
@@ -164,6 +165,8 @@ def _repeat(
     if isinstance(call.target, Load):
         tensor, stored = call.args
         return Repeat(replace(call, args=(None, stored)), (program.storage_of(tensor.slot),))
+    if isinstance(call.target, Fetch):
+        return Repeat(call)
     if call.skip_if is not None or call.is_check:
         return None
     if not is_ours(call.target) and (not is_foreign(call.target) or call.mutates):

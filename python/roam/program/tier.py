@@ -40,6 +40,28 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
+def write(descriptor: int, tensor: torch.Tensor, offset_bytes: int) -> None:
+    """Writes the bytes of a tensor that fills its storage to a file."""
+    left = _bytes_of(tensor)
+    while left:
+        done = os.pwrite(descriptor, left[:_MOST_AT_ONCE], offset_bytes)
+        left, offset_bytes = left[done:], offset_bytes + done
+
+
+def read(descriptor: int, tensor: torch.Tensor, offset_bytes: int) -> None:
+    """Reads the bytes of a tensor that fills its storage from a file.
+
+    Raises:
+        OSError: the file is too short.
+    """
+    left = _bytes_of(tensor)
+    while left:
+        done = os.preadv(descriptor, [left[:_MOST_AT_ONCE]], offset_bytes)
+        if not done:
+            raise OSError("the file of offloaded tensors is too short")
+        left, offset_bytes = left[done:], offset_bytes + done
+
+
 class Tier:
     """One file in a folder, without a name: it is gone with the process, however that ends.
 
@@ -86,10 +108,7 @@ class Tier:
 
     def store(self, tensor: torch.Tensor, offset_bytes: int) -> None:
         """Writes the bytes of a tensor that fills its storage."""
-        left = _bytes_of(tensor)
-        while left:
-            done = os.pwrite(self._descriptor, left[:_MOST_AT_ONCE], offset_bytes)
-            left, offset_bytes = left[done:], offset_bytes + done
+        write(self._descriptor, tensor, offset_bytes)
 
     def load(self, tensor: torch.Tensor, offset_bytes: int) -> None:
         """Reads the bytes of a tensor that fills its storage.
@@ -97,12 +116,7 @@ class Tier:
         Raises:
             OSError: the file is too short.
         """
-        left = _bytes_of(tensor)
-        while left:
-            done = os.preadv(self._descriptor, [left[:_MOST_AT_ONCE]], offset_bytes)
-            if not done:
-                raise OSError(f"the file of offloaded tensors in {self.folder} is too short")
-            left, offset_bytes = left[done:], offset_bytes + done
+        read(self._descriptor, tensor, offset_bytes)
 
     def lost(self, error: OSError) -> ExecutionError:
         """What to raise where the folder is gone, or cannot be looked at."""

@@ -23,7 +23,7 @@ from roam.capture.step import CapturedStep, Known, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.distributed.agreement import announce
-from roam.errors import CaptureError, ExecutionError, PlanError
+from roam.errors import MOST_SETTLING, CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
@@ -69,8 +69,6 @@ _WATCHED = (
 
 OnChange = Literal["replan", "raise", "eager"]
 Python = Literal["auto", "idle", "beside"]
-_MOST_SETTLING = 8
-"""How many calls in a row may set something up, each for another mode or shape."""
 
 
 def compile(
@@ -428,13 +426,13 @@ class Step:
                 return None
             # Where other calls could be captured, this call's data may be at fault, and the user's
             # own function raises the same.
-            may_pass = refusal.settles or (
-                refusal.code == "step_raised" and len(self._captures) > 0
-            )
+            most = refusal.settles
+            if refusal.code == "step_raised" and len(self._captures) > 0:
+                most = MOST_SETTLING
             key = call.kind(self._known.taker)
             if key != self._settled:  # calls of one kind do not count for another
                 self._settled, self._known.settling = key, 0
-            if not may_pass or self._known.settling == _MOST_SETTLING:
+            if self._known.settling >= most:
                 raise
             self._known.settling += 1
             logger.info("%s. Your own function runs, and the next call is captured", refusal)

@@ -26,7 +26,8 @@ from roam.program.bits import differ
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, substitute
 from roam.program.operators import UNINITIALIZED
-from roam.program.tier import Load, Tier
+from roam.program.pages import Fetch, Keep, Pages
+from roam.program.tier import Load, Tier, aligned
 from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.cuda_graph import CudaGraph, Recorder, RecordingFailed
@@ -74,6 +75,7 @@ class Executor:
         shrinks: a pool, which the plan need not use, and the most bytes that it may have while this
             plan runs. If other steps have made it larger, its memory is freed first.
         tier: where tensors are offloaded, and what it has to hold; None if none is offloaded.
+        pages: the files that tensors lie in before and after the step; None if none does.
         recorder: what records runs as a CUDA graph; None: they are not.
         symbols: what the sizes of the program follow from. It is planned for the largest, and `at`
             says which the next run has.
@@ -91,6 +93,7 @@ class Executor:
         proven: bool = True,
         shrinks: tuple[Pool, int] | None = None,
         tier: tuple[Tier, int] | None = None,
+        pages: Pages | None = None,
         recorder: Recorder | None = None,
         symbols: Sequence[str] = (),
     ) -> None:
@@ -105,6 +108,12 @@ class Executor:
         self._proven = proven
         self._shrinks = shrinks
         self._tier = tier
+        self._pages = pages
+        self._kept_bytes = sum(
+            aligned(program.storages[program.storage_of(call.outputs[0])].size_bytes)  # type: ignore[arg-type]
+            for call in program.calls
+            if isinstance(call.target, Keep)
+        )
         self._watcher: Watcher | None = None
         self._symbols = symbols
         self._lengths: Lengths | None = None
@@ -141,6 +150,8 @@ class Executor:
             pool, most_bytes = self._shrinks or (self.bindings.pool, None)
             if pool is not None:
                 stack.enter_context(pool.held(self.bindings.pool_bytes, most_bytes))
+            if self._pages is not None:
+                self._pages.reserve(self._kept_bytes)
             if self._tier is not None:
                 tier, size_bytes = self._tier
                 stack.enter_context(tier.held(size_bytes))
@@ -383,7 +394,7 @@ class Executor:
 
     def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
         """What the call returns in the ordinary way. Random generators are put back."""
-        if isinstance(call.target, Load) or call.target.name() in UNINITIALIZED:
+        if isinstance(call.target, (Fetch, Load)) or call.target.name() in UNINITIALIZED:
             return None
         devices = {
             meta.device

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from roam.program.ir import Call, Program, Ref, Source, Storage, TensorMeta
+from roam.program.lower import moved_bytes
+from roam.program.pages import Fetch, Keep, Put
 from roam.report.table import columns, format_bytes
 from roam.report.tables import Amount, Table, as_html
 from roam.runtime.strategy import Choice
@@ -132,6 +134,10 @@ class StepMemory:
         transfers_s: seconds that their stores and loads take, by plan.
         transfers_measured_s: seconds that these took in the step that was measured; None as
             `extra_measured_s`.
+        read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what a
+            step reads of tensors that lie in files between their uses, and what it writes there.
+        least_moved_bytes: no plan within the limit reads and writes less of them, if it makes
+            no tensor of the step again.
     """
 
     uses_pool: bool
@@ -163,6 +169,9 @@ class StepMemory:
     loaded_bytes: int = 0
     transfers_s: float = 0.0
     transfers_measured_s: float | None = None
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: Mapping[str, int] = field(default_factory=dict)
+    least_moved_bytes: int = 0
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
@@ -191,6 +200,9 @@ class StepMemory:
             offloaded_bytes=0 if offloaded is None else offloaded.stored_bytes,
             loaded_bytes=0 if offloaded is None else offloaded.loaded_bytes,
             transfers_s=0.0 if offloaded is None else offloaded.transfers_s,
+            read_bytes=moved_bytes(choice.program, Fetch),
+            written_bytes=moved_bytes(choice.program, Put, Keep),
+            least_moved_bytes=choice.least_moved_bytes,
         )
 
     @property
@@ -205,13 +217,13 @@ class StepMemory:
         ]
         tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
         blocks = [columns(block, right=(1, 2)) for block in (known, tried)]
-        return "\n\n".join([*blocks, *self._extra_time()]) + "\n"
+        return "\n\n".join([*blocks, *self._extra_time(), *self._traffic()]) + "\n"
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
         known = tuple((label, Amount(size), note) for label, size, note in self._rows())
         tried = tuple((f"by {name}", Amount(size)) for name, size in self.totals)
-        note = " ".join(self._extra_time())
+        note = " ".join([*self._extra_time(), *self._traffic()])
         tables = [
             Table("Memory of the step", ("", "bytes", ""), known, note),
             Table("Totals of the ways that were tried", ("", "bytes"), tried),
@@ -246,6 +258,18 @@ class StepMemory:
             f"{runs}, for {extra}{least}. Times of {self.timed_operators:,} operators are "
             f"measured, of {self.modelled_operators:,} modelled"
         ]
+
+    def _traffic(self) -> list[str]:
+        """What a step reads from files and writes there, if it does."""
+        if not self.read_bytes and not self.written_bytes:
+            return []
+        read, written = (
+            ", ".join(f"{format_bytes(size)} ({kind.replace('_', ' ')})" for kind, size in moved.items())
+            or "nothing"
+            for moved in (self.read_bytes, self.written_bytes)
+        )  # fmt: skip
+        least = f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+        return [f"Of tensors in files a step reads {read} and writes {written}{least}"]
 
     def _of_step(self, seconds: float) -> str:
         """A time as a share of the step's without a limit."""

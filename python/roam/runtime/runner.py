@@ -141,6 +141,11 @@ class Runner:
         again = choice.recomputation
         offloaded = None if again is None else again.offloaded
         self._tier = None if offloaded is None else offloaded.tier
+        self._paged = [
+            (reference.path, place)
+            for place, (reference, slot) in enumerate(program.referenced)
+            if program.slots[slot] is not None and program.storages[program.storage_of(slot)].is_paged
+        ]
         self._generators = list(_generators(program))
         self._executor = Executor(
             program,
@@ -152,6 +157,7 @@ class Runner:
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
             tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
+            pages=choice.pages,
             recorder=OnCuda(variant.device, self._generators) if options.cuda_graph else None,
             symbols=() if sizes is None else sizes.symbols.names,
         )
@@ -432,6 +438,9 @@ class Runner:
         )
         if misfit is not None:
             raise Declined(misfit)
+        if self.choice.pages is not None:
+            with self._telling():
+                self.choice.pages.take_in([(path, inputs[place]) for path, place in self._paged])
         with interrupts_wait():
             with (
                 self._together(),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,18 +26,21 @@ from roam._core import Graph, Plan
 from roam.capture.step import Variant
 from roam.errors import GraphError, PlanError
 from roam.garbage import collections_wait
-from roam.kernels.calls import Placed, copyable_calls, placed_calls
+from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
+from roam.kernels.transfers import block_ns, placed_load, time_ns
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.equal_calls import merged
 from roam.program.ir import Program
-from roam.program.lower import Lowering
+from roam.program.lower import Lowering, kinds_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
+from roam.program.pages import Pages, is_movable
+from roam.program.paging import least_moved_bytes, pages_of
 from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
@@ -78,6 +82,8 @@ _MOST_LIMITS = 4
 """Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
 that to a plan."""
 
+_PAGE_PARTS = 16
+"""In so many parts of what may lie in files is sought how much has to."""
 _OF_ORDER = (
     "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
 )  # fmt: skip
@@ -162,6 +168,8 @@ class Choice:
             allocate for themselves.
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
+        pages: the files that tensors lie in before and after the step; None if none does.
+        least_moved_bytes: what any step within the limit reads and writes of these.
     """
 
     program: Program
@@ -180,6 +188,8 @@ class Choice:
     memory_limit_bytes: int | None = None
     checks_bytes: int = 0
     recomputation: Recomputation | None = None
+    pages: Pages | None = None
+    least_moved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -302,6 +312,10 @@ def choose(
                 Pool.of(device).release()
             if memory.size_bytes is not None:
                 room_bytes = memory.size_bytes - held_bytes
+                if offload is not None and _is_paged(held_bytes, memory.size_bytes):
+                    room_bytes = memory.size_bytes
+                    if is_real:
+                        _take_in(variants[-1].program, offload)
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
@@ -383,6 +397,8 @@ class _Chooser:
         self._undoes = undoes
         self._timings = timings
         self._enough_bytes = 0
+        self._is_tight = False
+        """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
 
@@ -504,7 +520,13 @@ class _Chooser:
         # tells all of them the same.
         if not self._is_real or gathers_again(lowering.repeats):
             return lowering
-        return self._timed(lowering, left_bytes - self.plain.plan.persistent_bytes)
+        return self._timed(lowering, self._left(left_bytes))
+
+    def _left(self, limit_bytes: int) -> int:
+        """What there is beside what is there before the step."""
+        held_bytes = self.plain.plan.persistent_bytes
+        is_paged = self._tier is not None and _is_paged(held_bytes, limit_bytes)
+        return limit_bytes if is_paged else limit_bytes - held_bytes
 
     def _anew(self, left_bytes: int) -> Choice | None:
         """A plan within a limit that runs again what it chooses, and not what the user's
@@ -530,7 +552,7 @@ class _Chooser:
             return choice
         as_written = self._lowered
         if self._is_real:
-            as_written = self._timed(as_written, left_bytes - self.plain.plan.persistent_bytes)
+            as_written = self._timed(as_written, self._left(left_bytes))
         own_s = as_written.graph(pool=False).times_ns[sorted(left_out)].sum() / 1e9
         return choice if choice.recomputation.extra_s <= own_s else None
 
@@ -593,6 +615,95 @@ class _Chooser:
         """A plan within a limit in which calls run again and, where there is a tier, tensors are
         offloaded: the one of the least extra time that is found.
         """
+        paged = self._paged(limit_bytes, lowering, best, pool)
+        if paged is None:
+            return self._offloading(limit_bytes, lowering, best, pool)
+        choice, lowering = paged
+        if choice.total_bytes <= limit_bytes:
+            return choice
+        found = self._offloading(limit_bytes, lowering, best, pool)
+        return replace(found, least_moved_bytes=choice.least_moved_bytes)
+
+    def _paged(
+        self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
+    ) -> tuple[Choice, Lowering] | None:
+        """A plan in which no more tensors than needed lie in files between their uses, or all that
+        can; None if what cannot be moved leaves enough room for other plans.
+        """
+        if self._tier is None or not _is_paged(best.plan.persistent_bytes, limit_bytes):
+            return None
+        pages = [
+            page
+            for page in lowering.pages(unmovable_storages(lowering.program))
+            if not self._is_real or page.reference is None or is_movable(page.reference.get())
+        ]
+        if not pages:
+            return None
+        files, is_timed = Pages(self._tier.folder), self._is_real
+        room_bytes = limit_bytes if is_timed and not gathers_again(lowering.repeats) else None
+        transfer_ns = partial(time_ns, block_ns(self._tier, room_bytes))
+        self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
+        total_bytes = sum(page.size_bytes for page in pages)
+
+        # What stays in memory is there beside what the step makes for any one call, and beside what
+        # cannot lie in files.
+        given_bytes = sum(page.size_bytes for page in pages if page.reference is not None)
+        room_bytes = limit_bytes - lowering.most_made_bytes - best.plan.persistent_bytes + given_bytes
+        least_bytes = least_moved_bytes(pages, room_bytes)
+
+        def planned(part: int) -> tuple[Choice, Lowering]:
+            """With so many parts of the bytes in files."""
+            ends = accumulate(page.size_bytes for page in pages)
+            chosen = [
+                page
+                for page, end in zip(pages, ends, strict=True)
+                if (end - page.size_bytes) * _PAGE_PARTS < part * total_bytes
+            ]
+            paged = lowering.paging(chosen, files, placed_load, transfer_ns)
+            of = partial(
+                Choice,
+                paged.program,
+                cast(list[Placed | None], paged.placed),
+                eager_graph=best.eager_graph,
+                eager_bytes=best.eager_bytes,
+                kernel_bytes=best.kernel_bytes,
+                checks_bytes=best.checks_bytes,
+                pages=files,
+                least_moved_bytes=least_bytes,
+            )
+            choice = self._best_way(paged, of, pool, best.eager_bytes)
+            call_ns, moves = choice.graph.times_ns, paged.moves
+            moves_s = float(call_ns[moves].sum()) / 1e9
+            again = Recomputation(
+                runs=0,
+                calls=frozenset(moves),
+                extra_s=moves_s,
+                step_s=float(call_ns.sum()) / 1e9 - moves_s,
+                least_extra_s=None,
+                floor_bytes=None,
+                timed_calls=paged.timed_calls,
+                modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
+            )
+            totals = (*best.totals, ("keeping tensors in files", choice.total_bytes))
+            return replace(choice, totals=totals, recomputation=again), paged
+
+        found = planned(_PAGE_PARTS)
+        if found[0].total_bytes > limit_bytes:
+            return found
+        none, some = 0, _PAGE_PARTS
+        while some - none > 1:
+            part = (some + none) // 2
+            tried = planned(part)
+            if tried[0].total_bytes <= limit_bytes:
+                found, some = tried, part
+            else:
+                none = part
+        return found
+
+    def _offloading(
+        self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
+    ) -> Choice:
+        """The same with persistent tensors where the program has them."""
         found: list[Choice] = []
         failure: PlanError | None = None
         try:
@@ -604,7 +715,7 @@ class _Chooser:
         if self._tier is None or (found and found[0].recomputation is None):
             return found[0]
         is_timed = self._is_real and not gathers_again(lowering.repeats)
-        room_bytes = limit_bytes - self.plain.plan.persistent_bytes if is_timed else None
+        room_bytes = self._left(limit_bytes) if is_timed else None
         for offering in offerings(lowering, self._tier, room_bytes):
             try:
                 choice = self._recomputing(limit_bytes, offering, best, pool)
@@ -684,9 +795,12 @@ class _Chooser:
                 refusal.least_bytes = error.least_bytes + best.checks_bytes
             raise refusal from None
         again = plan.recomputation
-        if again is None:  # a pool, or a search that ended early, was what took more
+        call_ns, moves = graph.times_ns, lowering.moves
+        moves_s = float(call_ns[moves].sum()) / 1e9
+        if again is None:  # a pool, a search that ended early, or what is in files took more
             return replace(
                 best,
+                pages=lowering.paged,
                 program=lowering.program,
                 placed=cast(list[Placed | None], lowering.placed),
                 graph=graph,
@@ -695,8 +809,8 @@ class _Chooser:
                 copied_in=copied_in or frozenset(),
             )
         ran = self._ran(lowering, graph, plan, copied_in, limit_bytes)
-        call_ns, offers = graph.times_ns, [*lowering.stores, *lowering.loads]
-        extra_s, offloaded = again["extra_s"], None
+        offers = [*lowering.stores, *lowering.loads, *moves]
+        extra_s, offloaded = again["extra_s"] + moves_s, None
         if self._tier is not None and offers:
             offloaded = Offloaded.of(ran.lowering, self._tier, ran.graph.times_ns)
         if offloaded is not None:
@@ -713,10 +827,11 @@ class _Chooser:
             plan=ran.plan,
             uses_pool=uses_pool,
             copied_in=ran.copied_in or frozenset(),
+            pages=lowering.paged,
             totals=(*best.totals, (f"{name}, {how}", ran.plan.total_bytes)),
             recomputation=Recomputation(
                 runs=ran.lowering.extra_runs,
-                calls=ran.lowering.extra_calls.union(ran.lowering.stores),
+                calls=ran.lowering.extra_calls.union(ran.lowering.stores, ran.lowering.moves),
                 extra_s=float(extra_s),
                 step_s=again["step_s"] - float(call_ns[offers].sum()) / 1e9,
                 least_extra_s=None if offers else again["least_extra_s"],
@@ -882,6 +997,8 @@ class _Chooser:
     ) -> Plan:
         """A plan of a graph, verified; of equal graphs the same."""
         worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
+        if self._is_tight:
+            worth_bytes = 0
         settings = self._streams, enough_bytes, worth_bytes, memory_limit_bytes
         key = graph.digest, *settings
         is_timeless = self._deadline is None  # what a time limit cuts short is not always the same
@@ -987,6 +1104,22 @@ class _Ran:
 
 
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _is_paged(held_bytes: int, limit_bytes: int) -> bool:
+    """Whether what is there before and after a step may have to lie in files between its uses."""
+    return 2 * held_bytes > limit_bytes
+
+
+def _take_in(program: Program, folder: Path) -> None:
+    """Moves what plans may keep in files there: then there is room to plan, and to try kernels."""
+    found = [
+        (page.reference.path, page.reference.get())
+        for page in pages_of(program, kinds_of(program, program.leaving()))
+        if page.reference is not None
+    ]
+    movable = [one for one in found if isinstance(one[1], torch.Tensor) and is_movable(one[1])]
+    Pages(folder).take_in(movable)
 
 
 def _extra_s(choice: Choice) -> float:

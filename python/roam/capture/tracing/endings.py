@@ -16,7 +16,7 @@ from roam.capture.tracing.grad_scaler import check_skippable, check_updated
 from roam.capture.tracing.gradient_history import give_history
 from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.schedulers import TWO_WAYS, may_change
-from roam.errors import CaptureError
+from roam.errors import MOST_SETTLING, CaptureError
 from roam.program.effects import (
     VIEW,
     Assemble,
@@ -507,7 +507,7 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
                 "of them, or keep it in one place",
                 code="moved",
             )
-            error.settles = True
+            error.settles = MOST_SETTLING
             raise error
         if id(space.now()) in held and space.places:
             raise CaptureError(
@@ -800,7 +800,7 @@ def _attribute_endings(
                 f"{show(value)}; {OUTSIDE}",
                 code="moved",
             )
-            error.settles = True
+            error.settles = MOST_SETTLING
             raise error
         _leave_nest(program, reference, skeleton, entries)
 
@@ -950,7 +950,7 @@ def _plain_endings(
                 "tensor or number under a key of its own",
                 code="optimizer_state",
             )
-            error.settles = type(value) in (list, dict)
+            error.settles = MOST_SETTLING if type(value) in (list, dict) else 0
             raise error
         elif reference.path not in known and reference.path not in live:
             recorder.program.effects.append(SetPlain(reference, value))

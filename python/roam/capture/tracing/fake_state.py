@@ -872,8 +872,10 @@ def _check_tensor(tensor: Any, path: str) -> None:
     ):
         refuse(
             path,
-            "has attributes that hold tensors; keep those elsewhere, for example as buffers",
+            "has attributes that hold tensors; keep those elsewhere, for example as buffers, or, if "
+            "its class moves them when the tensor is first used, use it once before the step",
             code="tensor_attribute",
+            settles=1,
         )
     gradient = _gradient_of(tensor)
     if gradient is not None and not (
@@ -950,8 +952,9 @@ def _check_dtensor(tensor: Any, path: str) -> None:
         )
 
 
-def refuse(path: str, fault: str, *, code: str) -> NoReturn:
+def refuse(path: str, fault: str, *, code: str, settles: int = 0) -> NoReturn:
     """Refuses what the step reaches at `path`."""
     error = CaptureError(f"{path} {fault}", code=code)
+    error.settles = settles
     error.path = path
     raise error

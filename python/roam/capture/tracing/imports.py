@@ -18,6 +18,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 from zipimport import zipimporter
 
+from roam.own_code import is_own_module
 from roam.state.cached_results import all_caches, tensors_in
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import FakeTensor, disable_current_modes
@@ -59,11 +60,11 @@ def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterato
 
 def clear_fakes(others: Container[int] = ()) -> None:
     """Clears every `functools.lru_cache` that holds a fake tensor; caches whose identities are in
-    `others` are left alone.
+    `others` are left alone, and so are roam's own, which keep no tensors.
     """
     for cache in all_caches():
         info = cache.cache_info()
-        if id(cache) in others or not info.currsize:
+        if id(cache) in others or not info.currsize or is_own_module(str(cache.__module__)):
             continue
         known = _searched.get(cache)
         # Small caches are searched quickly. A large one has hardly been cleared and filled again up

@@ -42,7 +42,7 @@ from roam.capture.tracing.source_location import (
     is_user_code,
     shown_path,
 )
-from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
+from roam.errors import MOST_SETTLING, UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
 from roam.own_code import is_own_file
 from roam.program.effects import SetSync
@@ -270,7 +270,8 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             refusal := refusal_of_tracer(error, user_line(error))
         ):
             raise refusal from error
-        error.settles = error.settles or _is_about_to_raise(error)
+        if _is_about_to_raise(error):
+            error.settles = MOST_SETTLING
         raise
     except ExecutionError:  # if another rank has left
         raise

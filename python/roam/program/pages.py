@@ -1,0 +1,209 @@
+"""Files that hold tensors from before the step and after it, so that these take no memory of the
+process between their uses in a step.
+
+The memory of such a tensor is a map of a file. So the tensor itself is always true, for whoever
+reads or writes it: `state_dict`, an evaluation, an average of weights. A step does not go through
+the map: it reads what it uses into planned memory by `preadv`, and writes what it has changed back
+by `pwrite`, so that a failing disk is an error that can be raised. The system keeps both in step,
+and takes the memory of the map back when it needs it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.program.tier import aligned, read, write
+from roam.torch_compat.private import TENSOR_DATA, c_pointer, storage_uses
+
+_chunks: weakref.WeakValueDictionary[int, _Chunk] = weakref.WeakValueDictionary()
+"""All maps of the process, by their addresses."""
+
+
+class _Chunk(mmap.mmap):
+    """A map of a file without a name, which is gone with the last tensor in it."""
+
+    descriptor: int
+    address: int
+    process: int
+
+
+class Pages:
+    """Makes tensors whose memory is a file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._free: tuple[_Chunk, int] | None = None
+        """A map with room, and where the room begins."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Makes room on the disk for tensors that `keep` makes, until the next call of this.
+
+        Raises:
+            ExecutionError: there is not enough room.
+        """
+        self._free = (self._chunk(size_bytes), 0) if size_bytes else None
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor in a file with the bits of a tensor that fills its storage."""
+        size_bytes = aligned(tensor.numel() * tensor.itemsize)
+        if self._free is None or self._free[1] + size_bytes > len(self._free[0]):
+            self.reserve(size_bytes)
+        assert self._free is not None, "room was made"
+        chunk, offset_bytes = self._free
+        self._free = (chunk, end) if (end := offset_bytes + size_bytes) < len(chunk) else None
+        kept = _tensor(chunk, offset_bytes, tensor)
+        write(chunk.descriptor, tensor, offset_bytes)
+        return kept
+
+    def take_in(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Moves tensors, each with its name, that are not in a file of this process to one. All
+        that holds a tensor finds it there.
+
+        Raises:
+            ExecutionError: there is no room on the disk, or something else has the same memory.
+                Nothing has been changed.
+        """
+        left = [(name, tensor) for name, tensor in tensors if not is_paged(tensor)]
+        for name, tensor in left:
+            if not is_movable(tensor):
+                raise ExecutionError(
+                    f"{name} is to lie in {self.folder} between its uses, and another tensor has "
+                    "the same memory. Nothing has been changed. Let go of the other tensor, such "
+                    "as a detached one, or clone it",
+                    code="offload_shared",
+                )
+        self.reserve(sum(aligned(one.numel() * one.itemsize) for _, one in left))
+        for _, tensor in left:
+            TENSOR_DATA.__set__(tensor, self.keep(TENSOR_DATA.__get__(tensor)))
+
+    def _chunk(self, size_bytes: int) -> _Chunk:
+        try:
+            descriptor, path = tempfile.mkstemp(dir=self.folder)
+            try:
+                os.unlink(path)
+                os.posix_fallocate(descriptor, 0, size_bytes)
+                chunk = _Chunk(descriptor, size_bytes)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise ExecutionError(
+                f"there is no room for {size_bytes:,} bytes of parameters and state in "
+                f"{self.folder}: {error}. Nothing has been changed. Free room there, or pass "
+                "another folder (offload=)",
+                code="offload_room",
+            ) from error
+        weakref.finalize(chunk, os.close, descriptor)
+        chunk.descriptor, chunk.process = descriptor, os.getpid()
+        chunk.address = torch.frombuffer(chunk, dtype=torch.uint8).data_ptr()
+        _chunks[chunk.address] = chunk
+        return chunk
+
+
+def is_paged(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a file of this process. A forked process changes no tensors that its
+    parent has.
+    """
+    place = _place_of(tensor)
+    return place is not None and place[0].process == os.getpid()
+
+
+def is_movable(tensor: object) -> bool:
+    """Whether a tensor lies in a file, or nothing else has its memory, so that it can get other
+    memory; True for what is no tensor, since it is not there yet.
+    """
+    if not isinstance(tensor, torch.Tensor) or is_paged(tensor):
+        return True
+    is_alone = _holders(tensor) == _holders(torch.empty(1))
+    return is_alone and not tensor.is_inference()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many holders a tensor's storage has, and how many the Python object of that."""
+    storage = tensor.untyped_storage()
+    return storage_uses(c_pointer(storage)), sys.getrefcount(storage)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[_Chunk, int] | None:
+    """The file that a tensor lies in, and where; None if it lies in memory."""
+    address = tensor.data_ptr()
+    starts = sorted(_chunks)
+    at = bisect_right(starts, address) - 1
+    chunk = _chunks.get(starts[at]) if at >= 0 else None
+    if chunk is None or address >= chunk.address + len(chunk):
+        return None
+    return chunk, address - chunk.address
+
+
+def _tensor(chunk: _Chunk, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    whole = torch.frombuffer(chunk, dtype=like.dtype, count=like.numel(), offset=offset_bytes)
+    return whole.as_strided(like.shape, like.stride())
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Reads a tensor into memory; the target of a call.
+
+    Attributes:
+        shape, stride, dtype: of the tensor, which fills its storage.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, paged: torch.Tensor) -> torch.Tensor:
+        """A new tensor with the same bits."""
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        self.into((out,), paged)
+        return out
+
+    def into(self, outs: tuple[torch.Tensor], paged: torch.Tensor) -> None:
+        """The same, into a tensor that is there."""
+        place = _place_of(paged)
+        if place is None:
+            outs[0].copy_(paged)
+        else:
+            read(place[0].descriptor, outs[0], place[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Writes a tensor that the step has changed to where it was before the step; the target of a
+    call.
+    """
+
+    def __call__(self, tensor: torch.Tensor, paged: torch.Tensor) -> None:
+        """Autograd learns that the tensor has changed."""
+        place = _place_of(paged)
+        if place is None:
+            paged.copy_(tensor)
+        else:
+            write(place[0].descriptor, tensor, place[1])
+            torch.autograd.graph.increment_version(paged)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Writes a tensor that outlives the step to a file; the target of a call.
+
+    Attributes:
+        pages: where.
+    """
+
+    pages: Pages
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the file, with the same bits."""
+        return self.pages.keep(tensor)

@@ -1,0 +1,378 @@
+"""Puts calls into a program that read tensors from files and write them there, so that what exists
+before the step and after it takes no memory between its uses.
+
+Of a tensor from before the step the program then has a handle of one byte. Its uses are cut into
+parts: those of the forward pass, those of the backward pass, and those of the update. A call before
+each part reads the tensor, into memory of its own, and may run again; if the part changes the
+tensor, a call after it writes it to its file. What the step makes and leaves is written after its
+last use. A gradient that the step makes is written when all have read it, and read again for what
+changes it afterwards, as clipping does: between the two all other gradients are made.
+
+So to a plan a tensor that is read is one that is made, by a call with a time of its own; order,
+layout, bounds and verifier need to know nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from roam.distributed.collectives import is_collective
+from roam.program.effects import Effect, Rebind
+from roam.program.ir import Call, Program, Ref, Storage, ref_to, refs, substitute
+from roam.program.pages import Fetch, Keep, Pages, Put
+from roam.state.references import ArgumentReference
+
+READ, KEPT = " read", " kept"
+"""Added to the names of tensors that are read, and of those that are written."""
+_PASSES = {"forward": 0, "loss": 0, "backward": 1}
+"""For each phase, the pass that it belongs to; 2 for all others."""
+LEAST_BYTES = 2**14
+"""Smaller tensors stay in memory: the system calls take longer than the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A program with tensors in files.
+
+    Attributes:
+        program: slots and storages keep their numbers, and new ones follow.
+        calls: for each call, the number of the original call; -1 for one that reads or writes.
+    """
+
+    program: Program
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A tensor that may lie in a file before or after a step.
+
+    Attributes:
+        slot: the tensor, which fills its storage and is the only one of it outside of the step.
+        size_bytes: bytes of its storage.
+        moved_bytes: how many bytes are read and written in a step if it lies in a file.
+        least_bytes: how many at least are, in any way to do so, if the tensor is there before the
+            step or after it; 0 if not.
+        parts: numbers of the calls that use it, cut where it need not be in memory.
+        leaves: whether it outlives the step that makes it.
+        reference: where it is before the step; None if the step makes it.
+    """
+
+    slot: int
+    size_bytes: int
+    moved_bytes: int
+    least_bytes: int
+    parts: list[list[int]]
+    leaves: bool
+    reference: Any
+
+
+def pages_of(
+    program: Program, kinds: Sequence[str], excluded: Collection[int] = frozenset()
+) -> list[Page]:
+    """The tensors that may lie in files, those first that have to be moved least for their size.
+
+    Args:
+        program: the calls.
+        kinds: the kind of each storage, as in the graph.
+        excluded: storages that may not lie elsewhere than where they are.
+    """
+    users = _users(program)
+    given: dict[int, list[tuple[Any, int]]] = {}
+    for reference, slot in program.referenced:
+        given.setdefault(program.storage_of(slot), []).append((reference, slot))
+    outgoing: dict[int, set[int]] = {}
+    for slot in program.outgoing():
+        outgoing.setdefault(program.storage_of(slot), set()).add(slot)
+    barred = {program.storage_of(slot) for _, slot in program.constants}
+    barred |= {program.storage_of(one) for pair in program.assigned() for one in pair}
+    for call in program.calls:
+        if call.is_check or is_collective(call.target):
+            barred |= set(map(program.storage_of, call.refs()))
+    rebound = {one.slot for one in program.of(Rebind) if one.joined is None}
+    rebound -= {slot for one in program.effects if not isinstance(one, Rebind) for slot in refs(one.given)}
+    rebound -= set(refs(program.result.leaves))
+    wrapped = {*program.given_layouts, *(reference.path for reference, _ in program.wholes)}
+    found = []
+    for number, storage in enumerate(program.storages):
+        if storage.size_bytes < LEAST_BYTES or number in barred or number in excluded:
+            continue
+        uses, leaves = users.get(number, []), outgoing.get(number, set())
+        reference, slot = None, min(leaves, default=-1)
+        if storage.creator < 0:
+            if len(given.get(number, ())) != 1:
+                continue
+            ((reference, slot),) = given[number]
+            if isinstance(reference, ArgumentReference) or reference.path in wrapped:
+                continue
+            if not leaves <= {slot}:
+                continue
+        elif leaves:
+            if len(leaves) != 1 or slot not in rebound:
+                continue
+        elif kinds[number] == "gradient":
+            made = [one for one in _made(program.calls[storage.creator]) if program.storage_of(one) == number]  # fmt: skip
+            if len(made) != 1:
+                continue
+            (slot,) = made
+        else:
+            continue
+        meta = program.slots[slot]
+        if meta is None or meta.device.type != "cpu" or meta.is_conj or meta.is_neg:
+            continue
+        if not program.covers(slot) or not _is_seen(program, number, uses):
+            continue
+        is_cut = storage.creator < 0 or not leaves
+        parts = _parts(program, number, uses, kinds[number]) if is_cut else [uses]
+        if not leaves and storage.creator >= 0 and len(parts) == 1:
+            continue
+        changed = sum(any(_changes(program, number, one) for one in part) for part in parts)
+        moves = len(parts) + changed if storage.creator < 0 else len(parts)
+        least = bool(uses) + bool(changed) if storage.creator < 0 else bool(leaves)
+        size = storage.size_bytes
+        found.append(
+            Page(slot, size, moves * size, least * size, parts, bool(leaves), reference)
+        )
+    return sorted(found, key=lambda page: page.moved_bytes / page.size_bytes)
+
+
+def least_moved_bytes(pages: Iterable[Page], room_bytes: int) -> int:
+    """What every step moves at least of tensors that are there before it or after it. One that does
+    not stay in memory all the time is read before it is used, and written if it is changed.
+
+    Args:
+        pages: those that need not stay.
+        room_bytes: there is no room for more that does.
+    """
+    left_bytes, least_bytes = max(room_bytes, 0), 0
+    for page in sorted(pages, key=lambda page: page.least_bytes / page.size_bytes, reverse=True):
+        stays_bytes = min(left_bytes, page.size_bytes) if page.least_bytes else 0
+        left_bytes -= stays_bytes
+        least_bytes += page.least_bytes * (page.size_bytes - stays_bytes) // page.size_bytes
+    return least_bytes
+
+
+def _users(program: Program) -> dict[int, list[int]]:
+    users: dict[int, list[int]] = {}
+    for index, call in enumerate(program.calls):
+        for number in {program.storage_of(slot) for slot in (*call.refs(), *_made(call))}:
+            users.setdefault(number, []).append(index)
+    return users
+
+
+def _changes(program: Program, number: int, index: int) -> bool:
+    """Whether a call changes a storage."""
+    return number in map(program.storage_of, program.calls[index].mutates)
+
+
+def _is_view(program: Program, number: int, index: int) -> bool:
+    """Whether a call only makes a view of a storage."""
+    call = program.calls[index]
+    made = _made(call)
+    return (
+        len(made) == len(call.outputs) == 1
+        and not call.mutates
+        and {program.storage_of(slot) for slot in (*made, *call.refs())} == {number}
+        and program.storages[number].creator != index
+    )
+
+
+def _parts(program: Program, number: int, uses: Sequence[int], kind: str) -> list[list[int]]:
+    """The uses of a storage, cut where it need not be in memory."""
+    parts: list[list[int]] = [[]] if uses else []
+    before: int | None = None
+    is_read = False
+    for index in uses:
+        if not _is_view(program, number, index):
+            changes = _changes(program, number, index)
+            pass_ = _PASSES.get(program.calls[index].phase, 2)
+            if kind == "gradient":
+                is_cut = is_read and changes
+            else:
+                is_cut = before is not None and pass_ != before
+            if is_cut:
+                parts.append([])
+            is_read = not changes and program.storages[number].creator != index
+            before = pass_
+        parts[-1].append(index)
+    return parts
+
+
+def _is_seen(program: Program, number: int, uses: Iterable[int]) -> bool:
+    """Whether views of a storage can be made anew."""
+    return all(
+        _is_view(program, number, index)
+        or all(
+            program.storage_of(slot) != number or program.storages[number].creator == index
+            for slot in _made(program.calls[index])
+        )
+        for index in uses
+    )
+
+
+class _Writing:
+    """A program that is being written."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.slots, self.storages = list(program.slots), list(program.storages)
+        self.names: dict[int, dict[int, int]] = {}
+        """For each call, by slot, the slot to use instead."""
+        self.before: dict[int, list[Call]] = {}
+        self.after: dict[int, list[Call]] = {}
+        self.makers: list[tuple[int, Call]] = []
+        """Storages that new calls make."""
+
+    def tensor(self, slot: int, name: str, *, is_paged: bool = False) -> int:
+        """A new tensor like another one, in a storage of its own."""
+        meta = self.program.slots[slot]
+        assert meta is not None, "a tensor"
+        storage = self.program.storages[meta.storage]
+        new = len(self.slots)
+        self.slots.append(replace(meta, storage=len(self.storages)))
+        self.storages.append(Storage(storage.size_bytes, 0, storage.name + name, is_paged=is_paged))
+        return new
+
+    def call(self, target: Any, args: tuple[Any, ...], outputs: tuple[int | None, ...], like: int, **more: Any) -> Call:  # fmt: skip
+        """A new call beside another one."""
+        known = self.program.calls[like]
+        call = Call(target, args, {}, outputs, False, known.phase, known.source, **more)
+        self.makers += [
+            (meta.storage, call)
+            for slot in outputs
+            if slot is not None and (meta := self.slots[slot]) is not None
+        ]
+        return call
+
+
+def with_pages(program: Program, chosen: Iterable[Page], pages: Pages) -> Paged:
+    """The program with tensors in files.
+
+    Args:
+        program: the calls.
+        chosen: some of its `pages_of`.
+        pages: where what the step leaves is written.
+    """
+    writing = _Writing(program)
+    left: dict[int, int] = {}
+    for page in chosen:
+        if page.reference is not None:
+            _enter(writing, page, program.storage_of(page.slot))
+        else:
+            kept = _keep(writing, page, pages)
+            if page.leaves:
+                left[page.slot] = kept
+    counts = [
+        len(writing.before.get(index, ())) + 1 + len(writing.after.get(index, ()))
+        for index in range(len(program.calls))
+    ]
+    starts = list(accumulate(counts, initial=0))
+    calls: list[Call] = []
+    numbers: list[int] = []
+    for index, known in enumerate(program.calls):
+        before, after = writing.before.get(index, []), writing.after.get(index, [])
+        names = writing.names.get(index)
+        calls += before
+        calls.append(known if names is None else known.renamed(partial(_name, names)))
+        calls += after
+        numbers += [*(-1 for _ in before), index, *(-1 for _ in after)]
+    places = {id(call): place for place, call in enumerate(calls)}
+    moved = [len(writing.before.get(index, ())) + starts[index] for index in range(len(counts))]
+    storages = [
+        storage if storage.creator < 0 else replace(storage, creator=moved[storage.creator])
+        for storage in writing.storages[: len(program.storages)]
+    ] + writing.storages[len(program.storages) :]
+    for number, call in writing.makers:
+        storages[number] = replace(storages[number], creator=places[id(call)])
+
+    def leaving(ref: Ref) -> Ref:
+        return ref_to(left.get(ref.slot, ref.slot))
+
+    effects: list[Effect] = []
+    for effect in program.effects:
+        one = effect
+        if isinstance(effect, Rebind) and effect.slot in left:
+            one = effect.giving(substitute(effect.given, leaving))
+        effects.append(one)
+    changed = replace(
+        program, calls=calls, slots=writing.slots, storages=storages, effects=effects
+    )
+    return Paged(changed, tuple(numbers))
+
+
+def _read(writing: _Writing, page: Page, part: list[int], paged: int) -> int:
+    """Reads a tensor before a part of its uses; its slot there. Views from parts before are made
+    anew.
+    """
+    program = writing.program
+    meta = program.slots[page.slot]
+    assert meta is not None, "a tensor"
+    made = writing.tensor(page.slot, READ)
+    storage = len(writing.storages) - 1
+    before = writing.before.setdefault(part[0], [])
+    fetch = Fetch(meta.shape, meta.stride, meta.dtype)
+    before.append(writing.call(fetch, (ref_to(paged),), (made,), part[0]))
+    names = {page.slot: made}
+    makers = {slot: program.calls[index] for one in page.parts for index in one for slot in _made(program.calls[index])}  # fmt: skip
+
+    def view(slot: int) -> int:
+        if program.storage_of(slot) != meta.storage:
+            return slot
+        if slot not in names:
+            new = len(writing.slots)
+            writing.slots.append(replace(program.slots[slot], storage=storage))  # type: ignore[type-var]
+            call = makers[slot]
+            names.update({one: view(one) for one in call.refs()})
+            names[slot] = new
+            before.append(replace(call.renamed(partial(_name, names)), source=before[0].source, phase=before[0].phase))  # fmt: skip
+        return names[slot]
+
+    for index in part:
+        call = program.calls[index]
+        for slot in call.refs():
+            view(slot)
+        for slot in _made(call):
+            if program.storage_of(slot) == meta.storage:
+                writing.slots[slot] = replace(writing.slots[slot], storage=storage)  # type: ignore[type-var]
+                names[slot] = slot
+        writing.names.setdefault(index, {}).update(
+            {slot: names[slot] for slot in call.refs() if slot in names}
+        )
+    return made
+
+
+def _enter(writing: _Writing, page: Page, number: int) -> None:
+    """A tensor that is in a file before the step."""
+    program = writing.program
+    writing.storages[number] = replace(program.storages[number], is_paged=True)
+    for part in page.parts:
+        made = _read(writing, page, part, page.slot)
+        changes = [index for index in part if _changes(program, number, index)]
+        if changes:
+            put = writing.call(
+                Put(), (ref_to(made), ref_to(page.slot)), (None,), changes[-1], mutates=(page.slot,)
+            )
+            writing.after.setdefault(changes[-1], []).append(put)
+
+
+def _keep(writing: _Writing, page: Page, pages: Pages) -> int:
+    """A tensor that the step makes and that lies in a file then; its slot there."""
+    kept = writing.tensor(page.slot, KEPT, is_paged=True)
+    last = page.parts[0][-1]
+    call = writing.call(Keep(pages), (ref_to(page.slot),), (kept,), last)
+    writing.after.setdefault(last, []).append(call)
+    for part in page.parts[1:]:
+        _read(writing, page, part, kept)
+    return kept
+
+
+def _name(names: dict[int, int], slot: int) -> int:
+    return names.get(slot, slot)
+
+
+def _made(call: Call) -> list[int]:
+    return [slot for slot in call.outputs if slot is not None]
