@@ -589,6 +589,36 @@ def test_on_change_raise_never_leaves_a_plan() -> None:
     assert all(map(same_bits, before, model.parameters()))
 
 
+def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roam.runtime.beside.step.is_possible", lambda: False)
+    with pytest.raises(roam.ExecutionError) as caught:
+        roam.compile(lambda x: x, python="beside")(torch.ones(2))
+    assert caught.value.code == "beside"
+
+
+def test_what_a_dispatch_mode_makes_pytorch_compute_otherwise_is_refused() -> None:
+    compiled = roam.compile(lambda x: x.prod().backward(), python="beside")
+    with pytest.raises(roam.CaptureError) as caught:
+        compiled(torch.ones(4, requires_grad=True))
+    assert caught.value.code == "hidden_branch"
+
+
+def test_a_step_that_changes_how_kernels_compute_leaves_its_plan() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        torch.use_deterministic_algorithms(True)
+        try:
+            return y @ y
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    compiled, x = roam.compile(step, python="beside"), torch.ones(4, 4)
+    results = [compiled(x) for _ in range(4)]
+    assert same_bits(results[-1], step(x))
+    with pytest.raises(roam.ExecutionError):
+        compiled.memory()  # no call has run by a plan to its end
+
+
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="'auto', 'idle' or 'beside'"):
         roam.compile(lambda: None, python="both")  # type: ignore[arg-type]

@@ -331,8 +331,7 @@ class Lowering:
             if number in self._times
         }
         result._times |= {
-            index: max(time_ns(result.moved_bytes(index)) // 2, 1)
-            for index in result.moves
+            index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }
         return result
 

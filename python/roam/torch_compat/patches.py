@@ -105,7 +105,7 @@ PATCHES: Final = (
     Patch("torch.Tensor", ("data",), "a step that runs beside its plan and gives a tensor other data leaves the plan",
           "kernels write to the data that the tensor had before"),
     *(Patch(holder, names, "a step that runs beside its plan and changes how kernels compute leaves the plan",
-            "kernels that wait for the plan compute in another way")
+            "kernels that wait for the plan compute in another way", optional=True)
       for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads",)),
                             ("torch.backends.m.ContextProp", ("__set__",)))),
     # Identity.

@@ -511,7 +511,7 @@ class Matched(TorchDispatchMode):
                 raise self._failed(error) from error
             self._barrier += 1
             self.drawn()
-        return values  # type: ignore[no-any-return]
+        return values
 
     def _failed(self, error: BaseException) -> BaseException:
         """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so

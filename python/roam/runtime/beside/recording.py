@@ -19,7 +19,13 @@ from roam.errors import CaptureError
 from roam.program.ir import Ref, Source, TensorMeta, ref_to
 from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import WeakStorage
-from roam.torch_compat.private import OpOverload, TorchDispatchMode, storage_of, storage_pointer
+from roam.torch_compat.private import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    storage_of,
+    storage_pointer,
+)
 
 aten = torch.ops.aten
 _PASSED = frozenset(
@@ -200,7 +206,7 @@ class Recorder(TorchDispatchMode):
             self.fail(
                 f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func
             )
-        elif facts.reshapes_in_place or func._schema.name in REFUSED or facts.is_composite:
+        elif facts.reshapes_in_place or schema_of(func).name in REFUSED or facts.is_composite:
             self.fail("it changes what a tensor is, not its values", "refused_operator", func)
         if self.recording.failed is not None:
             return func(*args, **kwargs)

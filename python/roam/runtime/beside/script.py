@@ -15,6 +15,7 @@ from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
 from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
+from roam.torch_compat.private import schema_of
 
 aten = torch.ops.aten
 _SMALL_BYTES = 16
@@ -157,7 +158,7 @@ def may_change(entry: Entry, number: Any) -> bool:
         return False
     if type(number) is float:
         return True
-    kinds = {str(argument.type) for argument in entry.func._schema.arguments}
+    kinds = {str(argument.type) for argument in schema_of(entry.func).arguments}
     return "int" not in " ".join(kinds) and not entry.func.name().startswith("aten::pow")
 
 
