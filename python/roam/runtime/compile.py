@@ -345,7 +345,7 @@ class Step:
             raise refusal
         if refusal is not None:
             logger.warning(
-                "%s runs beside its plan from now on, which takes about 10 microseconds per operator and call (docs/explanation/"
+                "%s runs beside its plan from now on, which takes about 20 microseconds per operator and call (docs/explanation/"
                 "beside.md), since a plan alone cannot repeat what it does: %s",
                 self._name, refusal,
             )  # fmt: skip

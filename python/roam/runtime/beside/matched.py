@@ -284,9 +284,12 @@ class Matched(TorchDispatchMode):
     def _placeholder(self, slot: int) -> torch.Tensor:
         meta = self._script.slots[slot]
         assert meta is not None
-        tensor = placeholder(meta, self._script.size_bytes[meta.storage])
-        self._meet(meta.storage, storage_of(tensor))
-        self._tag(slot, tensor)
+        number = meta.storage
+        tensor, storage = placeholder(meta, self._script.size_bytes[number])
+        pointer = self._pointers[number] = storage_pointer(storage)
+        self._outside[pointer] = number
+        self._places[number] = WeakStorage(storage)
+        self._weak[slot] = weakref.ref(tensor)
         return tensor
 
     def _meet(self, number: int, storage: torch.UntypedStorage) -> None:
@@ -330,16 +333,39 @@ class Matched(TorchDispatchMode):
         """Whether a tensor that is met for the first time is the one of a slot, and becomes it."""
         if self._weak[slot] is not None or not isinstance(tensor, torch.Tensor):
             return False
-        pointer = storage_pointer(storage_of(tensor))
+        storage = storage_of(tensor)
+        pointer = storage_pointer(storage)
         meta = self._script.slots[slot]
         assert meta is not None
         number = self._outside.get(pointer)
+        last = self.planned.outside.get(slot)
+        if (
+            last is not None
+            and last[0]() is tensor
+            and last[1] == pointer
+            and storage.resizable()
+            and tensor.shape == meta.shape
+            and tensor.stride() == meta.stride
+            and tensor.storage_offset() == meta.offset
+            and tensor.dtype is meta.dtype
+            and (number == meta.storage if meta.storage in self._pointers else number is None)
+        ):  # it was here in an earlier call, too
+            if number is None:
+                self._pointers[meta.storage] = pointer
+                self._outside[pointer] = meta.storage
+                self._places[meta.storage] = last[2]
+            self._weak[slot] = last[0]
+            if slot in self._script.inputs:
+                if last[3] is None:
+                    last[3] = TENSOR_DATA.__get__(tensor)
+                self._bound[slot] = last[3]
+            return True
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return False
         if number is None:
             if meta.storage in self._pointers or meta.storage in self._script.made:
                 return False
-            self._meet(meta.storage, storage_of(tensor))
+            self._meet(meta.storage, storage)
         elif number != meta.storage:
             return False
         if storage_of(tensor).nbytes() != self._script.size_bytes[meta.storage]:
@@ -347,6 +373,13 @@ class Matched(TorchDispatchMode):
         if meta_of(tensor, meta.storage) != meta:
             return False
         self._tag(slot, tensor)
+        if meta.storage not in self._script.made:
+            self.planned.outside[slot] = [
+                self._weak[slot],
+                pointer,
+                self._places[meta.storage],
+                None,
+            ]
         if slot in self._script.inputs:
             # The kernels' writes are not to count twice, so they get a tensor that counts its own.
             is_shared = meta.device.type == "cpu" and is_exposed(storage_of(tensor))

@@ -60,12 +60,12 @@ class WeakStorage:
         free_weak_storage(self._pointer)
 
 
-def placeholder(meta: TensorMeta, size_bytes: int) -> torch.Tensor:
-    """A tensor in a storage without memory."""
-    storage = storage_at(0, meta.device, size_bytes)
+def placeholder(meta: TensorMeta, size_bytes: int) -> tuple[torch.Tensor, torch.UntypedStorage]:
+    """A tensor in a storage without memory, and the storage."""
+    storage: torch.UntypedStorage = storage_at(0, meta.device, size_bytes)
     tensor = tensor_in(storage, meta)
     forbid_access(storage_pointer(storage), UNREAD)
-    return tensor
+    return tensor, storage
 
 
 def is_exposed(storage: torch.UntypedStorage) -> bool:

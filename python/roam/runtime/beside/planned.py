@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,6 +28,10 @@ class Planned:
     inputs: list[int]
     devices: frozenset[str]
     pool: Pool | None
+    outside: dict[int, list[Any]] = field(default_factory=dict)
+    """For each slot that comes from outside, what was there last: a weak reference to the tensor,
+    the pointer of its storage, the storage, and, from the second call on, a tensor that counts its
+    own versions. A batch, which is another one at each call, is not kept."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
