@@ -33,7 +33,9 @@ def perceptron(optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(4, WIDTH, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+    return torch.randn(4, WIDTH, generator=generator), torch.randint(
+        0, 3, (4,), generator=generator
+    )
 
 
 def clipped(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -120,6 +120,40 @@ def _uses() -> bool:
     return after == before + 1 and view.numel() == 1
 
 
+def _fills() -> bool:
+    """A storage without memory is read by nobody, and gets memory in its place."""
+    storage = private.storage_at(0, torch.device("cpu"), 16)
+    tensor = torch.empty(0).set_(storage, 0, (4,), (1,))
+    private.forbid_access(private.c_pointer(storage), "nobody reads it")
+    view = tensor[2:]
+    try:
+        view.tolist()
+    except RuntimeError as error:
+        is_forbidden = "nobody reads it" in str(error)
+    else:
+        is_forbidden = False
+    if not private.STORAGES_SWAP:
+        return is_forbidden
+    private.allow_access(private.c_pointer(storage))
+    private.swap_memory(storage, private.storage_of(torch.arange(4.0)))
+    return is_forbidden and view.tolist() == [2.0, 3.0]
+
+
+def _expires() -> bool:
+    tensor = torch.ones(2)
+    pointer = private.weak_storage(private.storage_of(tensor))
+    is_held = not private.is_expired(pointer) and private.storage_by(pointer).nbytes() == 8
+    del tensor
+    is_gone = private.is_expired(pointer)
+    private.free_weak_storage(pointer)
+    return is_held and is_gone
+
+
+def _stands_for() -> bool:
+    tensor = torch.ones(2, dtype=torch.complex64)
+    return private.with_conj(tensor).is_conj() and private.with_neg(tensor).is_neg()
+
+
 def _owns() -> bool:
     tensor = torch.arange(6)[2:]
     one, other = private.on_own_storage(tensor), tensor.untyped_storage()
@@ -1650,7 +1684,19 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "start_allocator_events": _events,
     "stop_allocator_events": _events,
     "storage_pointer": _shares,
+    "STORAGES_SWAP": _fills,
+    "allow_access": _fills,
+    "forbid_access": _fills,
+    "free_weak_storage": _expires,
+    "is_expired": _expires,
+    "storage_at": _fills,
+    "storage_by": _expires,
+    "storage_of": _fills,
     "storage_uses": _uses,
+    "swap_memory": _fills,
+    "weak_storage": _expires,
+    "with_conj": _stands_for,
+    "with_neg": _stands_for,
     "strides_together": lambda: (
         private.strides_together(torch.ones(2, 3).t(), torch.ones(3, 2).expand(3, 2)) == (1, 3)
     ),

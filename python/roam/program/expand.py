@@ -95,12 +95,9 @@ def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequenc
                     slots.append(None)
                 continue
             # A view may be made of something that has been made again, even in the view's first
-            # run.
-            made = (
-                meta
-                if instances[meta.storage] == meta.storage
-                else replace(meta, storage=instances[meta.storage])
-            )
+            # run. What a barrier brings was there.
+            instance = instances.get(meta.storage, meta.storage)
+            made = meta if instance == meta.storage else replace(meta, storage=instance)
             if again is None:
                 slots[slot] = made
             else:

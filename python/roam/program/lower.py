@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
 from roam.distributed.collectives import is_collective, is_launch
+from roam.program.barrier import barriers, is_barrier
 from roam.program.diff import has_same_structure
 from roam.program.early_checks import needed_by
 from roam.program.effects import Assemble, rebound
@@ -161,6 +162,7 @@ class Lowering:
             *_waiting_updates(program),
             *_first_checks(program),
             *_first_raising(program),
+            *barriers(program),
         ]
         # A function that is none of PyTorch's operators may do what it likes with the memory of a
         # tensor that it gets: hand it to NumPy, after which it cannot be resized, or read from the
@@ -172,6 +174,7 @@ class Lowering:
                 is_ours(call.target)
                 or is_collective(call.target)
                 or call.is_check
+                or is_barrier(call.target)
                 or isinstance(call.target, TRANSFERS)
             )
             for slot in call.refs()
@@ -328,8 +331,7 @@ class Lowering:
             if number in self._times
         }
         result._times |= {
-            index: max(time_ns(result.moved_bytes(index)) // 2, 1)
-            for index in result.moves
+            index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }
         return result
 

@@ -178,7 +178,7 @@ def _repeat(
         for slot in (*call.refs(), *call.outputs)
         if slot is not None and slot != call.state and (meta := program.slots[slot]) is not None
     ]
-    if not _is_exact(call, tensors):
+    if not is_exact(call, tensors):
         return None
     if call.target in _NORMS and call.mutates:
         return _norm(program, call, views)
@@ -201,7 +201,7 @@ def _is_made(program: Program, slot: int, index: int) -> bool:
     return storage < 0 or program.storages[storage].creator == index
 
 
-def _is_exact(call: Call, tensors: Sequence[TensorMeta]) -> bool:
+def is_exact(call: Call, tensors: Sequence[TensorMeta]) -> bool:
     """Whether the kernel gives the same bits for the same arguments."""
     facts = _facts(call.target)
     is_drawing = facts.is_random and call.state is None and _dropout(call) != 0

@@ -12,6 +12,7 @@ import torch
 from roam._core import Plan
 from roam.kernels.calls import Placed
 from roam.kernels.table import Placement
+from roam.program.barrier import brought
 from roam.program.ir import Program, substitute
 from roam.runtime.pool import Pool
 
@@ -164,9 +165,12 @@ class Bindings:
         return self.poison and all(self.taken.get(made) != storage for made in self.made(index))
 
     def input_slots(self) -> list[int]:
-        """Slots of a run's inputs, in their order."""
-        return [slot for _, slot in self.program.referenced] + [
-            slot for _, slot in self.program.constants
+        """Slots of a run's inputs, in their order; those that barriers bring are not among them."""
+        later = brought(self.program)
+        return [
+            slot
+            for _, slot in (*self.program.referenced, *self.program.constants)
+            if slot not in later
         ]
 
     def outgoing(self, value: Any) -> Outgoing:

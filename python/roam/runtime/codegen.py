@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from roam._core import Plan
+from roam.program.barrier import is_barrier
 from roam.program.ir import Ref, substitute
 from roam.program.operators import on_list
 from roam.runtime.bindings import POISON, Bindings, Outgoing
@@ -193,6 +194,16 @@ class GeneratedSource:
         """One call."""
         call, way = self._bindings.program.calls[index], self._bindings.way(index)
         if way == "view":
+            return
+        if is_barrier(call.target):
+            views = self._bindings.views
+            gets = [f"v{ref.slot}" if ref.slot not in views else "_" for ref in call.args]
+            gets += [f"v{slot}" for slot in call.outputs]
+            given = self._names.show([self._name(ref) for ref in call.args])
+            yield f"gets = yield {given}"
+            if gets:
+                yield f"({''.join(f'{name}, ' for name in gets)}) = gets"
+            yield "gets.clear()"  # so that what dies in the calls to come is freed
             return
         function: Any = call.function
         args, kwargs = (substitute(item, self._name) for item in (call.args, call.kwargs))

@@ -36,6 +36,8 @@ from roam.report.communication import Communication
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
+from roam.runtime.beside.placeholders import is_possible
+from roam.runtime.beside.step import PYTHONS_OWN, Beside
 from roam.runtime.captures import MANY, Captured, Captures
 from roam.runtime.cuda_graph import refuse_graph
 from roam.runtime.divergence import PlannedValues
@@ -66,6 +68,7 @@ _WATCHED = (
 )
 
 OnChange = Literal["replan", "raise", "eager"]
+Python = Literal["auto", "idle", "beside"]
 
 
 def compile(
@@ -84,6 +87,7 @@ def compile(
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
     sizes: bool | Mapping[str, Mapping[int, int]] = True,
+    python: Python = "idle",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -141,6 +145,10 @@ def compile(
             arguments change, and the largest size of each: ``{"input_ids": {1: 512}}``. An argument
             is named by its parameter, by its key, or in full, as in ``"args[0]['input_ids']"``.
             Totals and memory budgets are those of the largest sizes. See docs/how-to/shapes.md.
+        python: what becomes of the step's own Python. ``"idle"``: it runs when the step is
+            captured, and no more; a step whose Python does what a plan cannot repeat is refused.
+            ``"beside"``: it runs at every call, and its kernels run by the plan. ``"auto"``: as
+            ``"beside"`` for steps that ``"idle"`` would refuse. See docs/explanation/beside.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -156,6 +164,13 @@ def compile(
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
+    if python not in ("auto", "idle", "beside"):
+        raise ValueError(f"python must be 'auto', 'idle' or 'beside', not {python!r}")
+    if python == "beside" and (streams > 1 or cuda_graph or offload is not None):
+        raise ValueError(
+            "Python runs beside a plan of one stream, without a CUDA graph and without offloading; leave python= out, or "
+            "streams=, cuda_graph= and offload="
+        )
     if not _is_at_least(1, streams, Integral):
         raise ValueError(f"streams must be an integer of at least 1, not {streams!r}")
     if type(pool) not in (bool, type(None)):
@@ -193,7 +208,12 @@ def compile(
         cuda_graph=cuda_graph,
     )
     return Step(
-        train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
+        train_step,
+        on_change=on_change,
+        keep_grads=keep_grads,
+        options=options,
+        max_plans=max_plans,
+        python=python,
     )
 
 
@@ -251,8 +271,11 @@ class Step:
         keep_grads: bool = False,
         options: Options = Options(),  # noqa: B008 - it cannot change
         max_plans: int = MAX_PLANS,
+        python: Python = "idle",
     ) -> None:
         functools.update_wrapper(self, train_step)
+        self._python: Python = python
+        self._beside: Beside | None = None
         self._train_step = train_step
         self._on_change: OnChange = on_change
         self._keep_grads = keep_grads
@@ -282,8 +305,51 @@ class Step:
     @left_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = StepCall(args, kwargs)
-        runner = self._runner(call)
-        return self._own(call) if runner is None else self._run(runner, call)
+        if not self._runs_beside():
+            try:
+                runner = self._runner(call)
+                if runner is not None:
+                    return self._run(runner, call)
+            except CaptureError as refusal:
+                self._begin_beside(refusal)
+            else:
+                return self._own(call)
+        assert self._beside is not None
+        return self._beside.run(args, kwargs, call.kind(self._known.taker))
+
+    def _runs_beside(self) -> bool:
+        """Whether a call's Python runs beside plans."""
+        if is_disabled() or is_tracing():
+            return False
+        if self._python == "beside" and self._beside is None:
+            self._begin_beside(None)
+        return self._beside is not None
+
+    def _begin_beside(self, refusal: CaptureError | None) -> None:
+        """From now on the step's Python runs beside plans, since it was refused or is to.
+
+        Raises:
+            CaptureError: the refusal, where another way cannot help, or is not wanted.
+        """
+        options = self._options
+        if refusal is not None and (
+            self._python != "auto"
+            or refusal.code not in PYTHONS_OWN
+            or _has_ranks()
+            or options.streams > 1
+            or options.cuda_graph
+            or options.offload is not None
+            or options.kernels != "eager"
+            or not is_possible()
+        ):
+            raise refusal
+        if refusal is not None:
+            logger.warning(
+                "%s runs beside its plan from now on, which takes about 20 microseconds per operator and call (docs/explanation/"
+                "beside.md), since a plan alone cannot repeat what it does: %s",
+                self._name, refusal,
+            )  # fmt: skip
+        self._beside = Beside(self._train_step, self._name, options, self._on_change)
 
     def _runner(
         self,
@@ -514,6 +580,7 @@ class Step:
             keep_grads=self._keep_grads,
             options=self._options,
             max_plans=self._captures.most,
+            python=self._python,
         )
         return make, (self._train_step,)
 
@@ -558,8 +625,14 @@ class Step:
     @property
     def plans(self) -> list[tuple[str, Plan]]:
         """All plans that are kept, most recently used first, each with the name of its graph."""
+        beside = [] if self._beside is None else self._beside.plans
         return [
-            (runner.name, runner.plan) for captured in self._captures for runner in captured.runners
+            *((self._name, planned.choice.plan) for planned in beside),
+            *(
+                (runner.name, runner.plan)
+                for captured in self._captures
+                for runner in captured.runners
+            ),
         ]
 
     @property
@@ -595,6 +668,8 @@ class Step:
         Raises:
             ExecutionError: no call has run by a plan yet (code ``no_call``).
         """
+        if self._beside is not None and self._beside.last is not None:
+            return self._beside.last.memory
         if self._last is None:
             raise ExecutionError(
                 "no call has run by a plan yet, so there is no memory to report; call the step "
@@ -724,10 +799,17 @@ class Step:
         not measured.
         """
         call = StepCall(args, kwargs)
-        runner = self._runner(call)
-        if runner is None:
-            return self._own(call)
-        return self._run(runner, call, is_measured=True)
+        if not self._runs_beside():
+            try:
+                runner = self._runner(call)
+                if runner is not None:
+                    return self._run(runner, call, is_measured=True)
+            except CaptureError as refusal:
+                self._begin_beside(refusal)
+            else:
+                return self._own(call)
+        assert self._beside is not None
+        return self._beside.measured(args, kwargs, call.kind(self._known.taker))
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """As `measured`, but runs the user's own function, for comparison. This too is a real
@@ -752,6 +834,8 @@ class Step:
         for captured in self._captures:
             for runner in captured.runners:
                 runner.release()
+        if self._beside is not None:
+            self._beside.release()
 
     def _capture(
         self,

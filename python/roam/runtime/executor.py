@@ -6,9 +6,10 @@ with what capture said; later ones run the plan's text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import isgenerator
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
 from roam.kernels.workspace import learning
 from roam.program import resized
+from roam.program.barrier import is_barrier
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, substitute
@@ -210,8 +212,34 @@ class Executor:
             )
         return outgoing
 
+    def parts(self, inputs: list[Any]) -> Generator[list[Any], list[Any], Outgoing]:
+        """As `run`, for a program with barriers; the first run is checked. At each barrier it gives
+        the values of the barrier's arguments, and waits for what is to stand in their place,
+        followed by the inputs that the barrier brings.
+        """
+        if self.generated is not None:
+            self._ran = self.generated
+            outgoing: Any = self.generated.run(inputs)
+            result: Outgoing = (yield from outgoing) if isgenerator(outgoing) else outgoing
+            return result
+        result, _ = yield from self._by_calls(inputs)
+        self.generated = GeneratedSource(self.bindings, self._plan, self._streams, self._watcher)
+        return result
+
     def _run_by_calls(self, inputs: list[Any]) -> tuple[Outgoing, bool]:
         """What a checked run gives, and whether it has left out no call."""
+        calls = self._by_calls(inputs)
+        try:
+            while True:
+                next(calls)
+        except StopIteration as end:
+            result: tuple[Outgoing, bool] = end.value
+            return result
+
+    def _by_calls(
+        self, inputs: list[Any]
+    ) -> Generator[list[Any], list[Any], tuple[Outgoing, bool]]:
+        """The same, call by call; see `parts`."""
         bindings = self.bindings
         check = Check(self.program)
         bindings.bind()
@@ -227,6 +255,18 @@ class Executor:
         is_complete = True
         for step, index in enumerate(bindings.order):
             call = self.program.calls[index]
+            if is_barrier(call.target):
+                slots = [*(ref.slot for ref in call.args), *call.outputs]
+                gets = yield [values[ref.slot] for ref in call.args]
+                for slot, value in zip(slots, gets, strict=True):
+                    if slot not in bindings.views:
+                        values[slot] = value
+                        check.note(slot, value)
+                gets.clear()  # so that what dies in the calls to come is freed
+                value = None
+                check.forget_generator()  # Python may have drawn, or set its state
+                self._forget(step, index, values)
+                continue
             try:
                 if call.skip_if is None or not values[call.skip_if]:
                     self._run_one(index, call, values, check)

@@ -84,6 +84,10 @@ class Check:
         if meta is not None:
             self._storages[meta.storage] = c_pointer(value.untyped_storage())
 
+    def forget_generator(self) -> None:
+        """Something else than a call may have changed the random generator's state."""
+        self._generator = None
+
     def before(self, call: Call, values: dict[int, Any], changed: Collection[int]) -> None:
         """Notes the state that a call may not change: all arguments but those it mutates and the
         storages `changed`.

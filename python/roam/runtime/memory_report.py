@@ -268,7 +268,9 @@ class StepMemory:
             or "nothing"
             for moved in (self.read_bytes, self.written_bytes)
         )  # fmt: skip
-        least = f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+        least = (
+            f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+        )
         return [f"Of tensors in files a step reads {read} and writes {written}{least}"]
 
     def _of_step(self, seconds: float) -> str:

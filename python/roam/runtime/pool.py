@@ -14,6 +14,7 @@ import torch
 
 from roam.errors import ExecutionError
 from roam.program.ir import TensorMeta
+from roam.torch_compat.private import c_pointer
 
 _pools: weakref.WeakValueDictionary[torch.device, Pool] = weakref.WeakValueDictionary()
 _one_at_a_time = threading.Lock()
@@ -58,6 +59,10 @@ class Pool:
     def address(self) -> int:
         """Where it begins now. To be asked while held."""
         return self._storage.data_ptr()
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is the pool's storage."""
+        return c_pointer(storage) == c_pointer(self._storage)
 
     @contextmanager
     def held(self, size_bytes: int, most_bytes: int | None = None) -> Iterator[None]:

@@ -648,7 +648,9 @@ class _Chooser:
         # What stays in memory is there beside what the step makes for any one call, and beside what
         # cannot lie in files.
         given_bytes = sum(page.size_bytes for page in pages if page.reference is not None)
-        room_bytes = limit_bytes - lowering.most_made_bytes - best.plan.persistent_bytes + given_bytes
+        room_bytes = (
+            limit_bytes - lowering.most_made_bytes - best.plan.persistent_bytes + given_bytes
+        )
         least_bytes = least_moved_bytes(pages, room_bytes)
 
         def planned(part: int) -> tuple[Choice, Lowering]:

@@ -80,11 +80,16 @@ recorded.
 """
 
 
-class KernelSwitches:
+def kernel_switches() -> tuple[Any, ...]:
     """The switches that kernels ask while they run, as they are now."""
+    return tuple([read() for *_, read in _ASKED_BY_KERNELS])
+
+
+class KernelSwitches:
+    """The same, to be compared with what they become."""
 
     def __init__(self) -> None:
-        self._found = [read() for *_, read in _ASKED_BY_KERNELS]
+        self._found = kernel_switches()
 
     def moved(self, name: str, tensors: Iterable[torch.Tensor]) -> str | None:
         """None if all switches that an operator's kernel may ask are as they were, else the first
@@ -94,7 +99,7 @@ class KernelSwitches:
             name: the operator.
             tensors: its arguments.
         """
-        found = [read() for *_, read in _ASKED_BY_KERNELS]
+        found = kernel_switches()
         if found == self._found:
             return None
         kinds = {tensor.device.type for tensor in tensors} or {"cpu"}

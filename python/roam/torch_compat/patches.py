@@ -64,6 +64,17 @@ _COLLECTIVE = "collectives that begin with pickling are refused by name"
 _NO_COLLECTIVE = "processes wait for each other while one of them captures"
 _FILES = "what a step asks of the file system, or changes there, is refused"
 _NO_FILES = "a plan keeps the file system's first answer, and changes nothing there any more"
+KERNEL_SWITCHES: Final = (
+    "_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory", "_set_mkldnn_enabled",
+    "_set_mkldnn_deterministic", "_set_onednn_allow_tf32", "_set_nnpack_enabled", "_set_cudnn_enabled",
+    "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32", "_set_cublas_allow_tf32",
+    "_set_cublas_allow_bf16_reduced_precision_reduction", "_set_cublas_allow_fp16_reduced_precision_reduction",
+    "_set_cublas_allow_fp16_accumulation", "_set_blas_preferred_backend", "_set_linalg_preferred_backend",
+    "_set_float32_matmul_precision", "_set_fp32_precision_setter",
+)  # fmt: skip
+"""Functions of PyTorch's that set what kernels ask while they run."""
+_BESIDE = "a plan beside which Python runs computes what Python looks at"
+_NO_BESIDE = "Python reads memory that no kernel has written to yet"
 FILES_ASKED: Final = ("access", "iterdir", "listdir", "lstat", "readlink", "scandir", "stat")
 """Functions of `os`, and methods of paths, to which those that look for files lead."""
 FILES_CHANGED: Final = (
@@ -89,6 +100,14 @@ PATCHES: Final = (
           "no operator shows the assignment, and a plan leaves the old memory in place"),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__new__",), "notes whether a capture's fakes are all gone",
           "caches of functions are searched after every capture, or fakes stay in them"),
+    Patch("torch.Tensor", ("tolist", "__array__", "__dlpack__", "untyped_storage", "_typed_storage", "__reduce_ex__",
+                           "__deepcopy__"), _BESIDE, _NO_BESIDE),
+    Patch("torch.Tensor", ("data",), "a step that runs beside its plan and gives a tensor other data leaves the plan",
+          "kernels write to the data that the tensor had before"),
+    *(Patch(holder, names, "a step that runs beside its plan and changes how kernels compute leaves the plan",
+            "kernels that wait for the plan compute in another way", optional=True)
+      for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads",)),
+                            ("torch.backends.m.ContextProp", ("__set__",)))),
     # Identity.
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),

@@ -87,6 +87,31 @@ c_pointer: Callable[[Any], int] = operator.attrgetter("_cdata")
 the same."""
 storage_pointer: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
 """As `c_pointer`, of a storage, while attributes of storages are patched."""
+storage_of: Callable[[Any], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+"""A tensor's storage, also while that method is patched."""
+storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
+"""A storage at an address, of a size in bytes, which does not own the memory."""
+forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
+"""From now on an error with this text is raised where the memory of a storage is asked for, by its
+`c_pointer`."""
+allow_access: Callable[[int], None] = torch._C._clear_storage_data_ptr_access_error_msg
+"""Takes that back."""
+STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether two storages can swap their memory, since PyTorch 2.15."""
+swap_memory: Callable[[Any, Any], None] = getattr(torch.UntypedStorage, "_swap_data_ptr_", print)
+"""Gives each of two storages the memory of the other."""
+weak_storage: Any = torch.UntypedStorage._weak_ref
+"""A pointer to a storage that does not keep its memory."""
+is_expired: Any = torch.UntypedStorage._expired
+"""Whether that memory is gone, by the pointer."""
+storage_by: Any = torch.UntypedStorage._new_with_weak_ptr
+"""The storage, by the pointer."""
+free_weak_storage: Any = torch.UntypedStorage._free_weak_ref
+"""Lets go of the pointer."""
+with_conj: Callable[[Any], Any] = torch._conj
+"""A view that stands for the conjugate."""
+with_neg: Callable[[Any], Any] = torch._neg_view
+"""A view that stands for the negative."""
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold a storage, by its `c_pointer`."""
 tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
@@ -1513,6 +1538,7 @@ __all__ = [
     "IS_COMPILING",
     "IS_NESTED",
     "OPERATORS",
+    "STORAGES_SWAP",
     "TENSOR_DATA",
     "TRACER_ENTRIES",
     "VF",
@@ -1531,6 +1557,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "all_gather_single",
+    "allow_access",
     "aot_autograd",
     "as_written",
     "assert_that",
@@ -1570,10 +1597,12 @@ __all__ = [
     "flat_shape",
     "flat_weights_of",
     "float32_precisions",
+    "forbid_access",
     "foreach_types",
     "forget_forward_passes",
     "forget_layouts",
     "frame_evaluation",
+    "free_weak_storage",
     "function_modes",
     "function_transform",
     "gives_arguments",
@@ -1601,6 +1630,7 @@ __all__ = [
     "is_ddp",
     "is_dtensor",
     "is_dtensor_class",
+    "is_expired",
     "is_forgotten",
     "is_graph_break",
     "is_input_mutation",
@@ -1682,12 +1712,16 @@ __all__ = [
     "spread_generators",
     "start_allocator_events",
     "stop_allocator_events",
+    "storage_at",
+    "storage_by",
+    "storage_of",
     "storage_pointer",
     "storage_uses",
     "store_of",
     "strides_together",
     "subclass_of",
     "suggest_memory_format",
+    "swap_memory",
     "take_from_place",
     "tensor_text",
     "tensor_uses",
@@ -1697,7 +1731,10 @@ __all__ = [
     "version_kept",
     "version_of",
     "was_step_called",
+    "weak_storage",
     "whole_parameters",
+    "with_conj",
+    "with_neg",
     "with_numbers",
     "without_data",
 ]

@@ -16,6 +16,7 @@ from roam.kernels.recurrent import ASKED, asked
 from roam.program.ir import Call
 from roam.program.operators import ATTENTION
 from roam.torch_compat.private import (
+    FakeTensor,
     current_node,
     disable_current_modes,
     function_transform,
@@ -261,6 +262,11 @@ def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) ->
     return 0
 
 
+def _device_of(tensor: Any) -> torch.device:
+    # `device` of a fake would be dispatched like an operator.
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 def is_spread(func: Any, args: Any) -> bool:
     """Whether a call is the last of a gradient that autograd spreads over equal elements: on the
     CPU, real tensors are filled where the mask is, and only fakes are multiplied with it, which
@@ -269,7 +275,7 @@ def is_spread(func: Any, args: Any) -> bool:
     if (
         func is not aten.mul.Tensor
         or args[0].dtype is not torch.bool
-        or args[0].fake_device.type != "cpu"
+        or _device_of(args[0]).type != "cpu"
     ):
         return False
     node: Any = current_node()

@@ -1,0 +1,144 @@
+"""Where Python looks at the memory of tensors, and at random generators, without an operator."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from roam.runtime.beside.placeholders import note_known
+from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
+from roam.torch_compat.private import (
+    TENSOR_DATA,
+    C,
+    disable_current_modes,
+    dispatch_modes,
+    storage_of,
+)
+
+_LOOKS = (
+    "__repr__", "__str__", "__format__", "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage",
+    "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__",
+)  # fmt: skip
+_GIVING = frozenset(
+    {"numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"}
+)
+"""Those after which Python has the memory."""
+_GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
+_CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
+
+
+class Looked(Protocol):
+    """Is told of each look."""
+
+    is_busy: bool
+    """Whether what runs now is no Python of the step's."""
+
+    def settle(self, tensor: torch.Tensor | None) -> None:
+        """Python looks at a tensor's memory; None: at random generators."""
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to get other data."""
+
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
+
+    def drawn(self) -> None:
+        """Python has looked at random generators, or set them."""
+
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory, and has it for as long as it has `by`."""
+
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """`x.data` has been asked for."""
+
+
+@contextmanager
+def looking(one: Any) -> Iterator[None]:
+    """In the block, a `Looked`, which may be a dispatch mode, is told of this thread's looks before
+    anything is seen.
+    """
+    thread, depth = threading.get_ident(), 0
+
+    def is_ours() -> bool:
+        return (
+            depth == 0
+            and not one.is_busy
+            and (threading.get_ident() == thread or any(mode is one for mode in dispatch_modes()))
+        )
+
+    def telling(
+        original: Callable[..., Any], *, of_tensor: bool, gives_memory: bool = False
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def look(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if not is_ours():
+                return original(*args, **kwargs)
+            depth += 1
+            try:
+                with disable_current_modes():
+                    one.settle(args[0] if of_tensor else None)
+                    if gives_memory and storage_of(args[0]).resizable():
+                        note_known(storage_of(args[0]))
+                    result = original(*args, **kwargs)
+                    if not of_tensor:
+                        one.drawn()
+                    if gives_memory:
+                        one.exposed(args[0], result if type(result) is numpy.ndarray else None)
+                    return result
+            finally:
+                depth -= 1
+
+        return look
+
+    def switching(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            if is_ours():
+                one.switching()
+            return original(*args, **kwargs)
+
+        return switch
+
+    def data(tensor: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
+        if is_ours():
+            one.aliased(tensor, alias)
+        return alias
+
+    def assign(tensor: torch.Tensor, data: Any) -> None:
+        if is_ours():
+            with disable_current_modes():
+                one.assigned(tensor)
+        TENSOR_DATA.__set__(tensor, data)
+
+    patches: list[Any] = [
+        (
+            torch.Tensor,
+            name,
+            telling(getattr(torch.Tensor, name), of_tensor=True, gives_memory=name in _GIVING),
+        )
+        for name in _LOOKS
+    ]
+    patches.append((torch.Tensor, "data", property(data, assign)))
+    for modules, names in (
+        ((torch, torch.random), _GENERATORS),
+        ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS),
+    ):
+        for name in names:
+            look = telling(getattr(modules[1], name), of_tensor=False)
+            patches += [(module, name, look) for module in modules if hasattr(module, name)]
+    patches += [
+        (C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)
+    ]
+    patches.append((torch, "set_num_threads", switching(torch.set_num_threads)))
+    prop = torch.backends.ContextProp
+    patches.append((prop, "__set__", switching(prop.__set__)))
+    with replaced(patches):
+        yield

@@ -1,0 +1,815 @@
+"""Runs the user's function beside a plan: each operator is compared with the script, and its kernel
+runs by the plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.interrupts import interrupts_wait
+from roam.program.ir import Ref, TensorMeta
+from roam.runtime.beside.placeholders import (
+    UNREAD,
+    WeakStorage,
+    fill,
+    is_exposed,
+    note_known,
+    own,
+    placeholder,
+    tensor_in,
+)
+from roam.runtime.beside.planned import Planned
+from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of, refs
+from roam.runtime.beside.script import (
+    GIVE,
+    MAKE,
+    NOW,
+    NUMBER,
+    RUN,
+    SAME,
+    TENSOR,
+    Expected,
+    Script,
+    common,
+    is_same,
+    leaf_at,
+)
+from roam.torch_compat.private import (
+    TENSOR_DATA,
+    TorchDispatchMode,
+    allow_access,
+    disable_current_modes,
+    forbid_access,
+    storage_at,
+    storage_of,
+    storage_pointer,
+    version_of,
+)
+
+_Tensor = torch.Tensor
+
+
+class Matched(TorchDispatchMode):
+    """One call of the user's function beside a plan.
+
+    Attributes:
+        left: why the call has left the script; empty while it follows it. Then everything that it
+            has issued has run, and the rest of it runs as it is.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        others: Sequence[Planned] = (),
+        enter: Callable[[Planned], None] = lambda _: None,
+    ) -> None:
+        """Begins a call.
+
+        Args:
+            others: other ways that calls of this kind go. The call goes over to one of them where
+                it goes as that does, as long as no kernel has run.
+            enter: is called with the plan that a call goes over to.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left = ""
+        self.is_over = False
+        self.is_busy = False
+        script = planned.script
+        self._others, self._enter = others, enter
+        self._take(planned)
+        self.may_leave = True
+        self.failure: BaseException | None = None
+        """Why a kernel of the plan, or the plan itself, has failed."""
+        self.torn: list[tuple[torch.Tensor, int]] = []
+        """What was changed before a kernel failed, with the versions."""
+        self._at = 0
+        self._start = 0
+        """The first entry that the plan has not run yet."""
+        self._barrier = 0
+        self._weak: list[weakref.ref[torch.Tensor] | None] = [None] * len(script.slots)
+        """For each slot, its tensor."""
+        self._bound: dict[int, Any] = {}
+        """Values from outside, by their slots, for as long as the plan needs them."""
+        self._outside: dict[int, int] = {}
+        """Numbers of storages, by their pointers, of those that are not placeholders."""
+        self._places: dict[int, WeakStorage] = {}
+        """The storages met, by their numbers. Autograd adds in place where nothing else holds a
+        storage, so none is held."""
+        self._pointers: dict[int, int] = {}
+        """Pointers of the storages met, by their numbers."""
+        self._in_pool: set[int] = set()
+        self._filled: set[int] = set()
+        """Storages of placeholders that have memory."""
+        self._gets: list[Any] = []
+        """What the executor gets at the last barrier."""
+        self._spare: dict[int, torch.UntypedStorage] = {}
+        """What the plan has made for storages that Python does not hold any more."""
+        self._lent: set[int] = set()
+        """Storages that the executor holds too, since the last barrier."""
+        self._misfit = ""
+        self._exposed: list[tuple[int, weakref.ref[Any] | None]] = []
+        """Numbers of storages whose memory Python has got, with what it has got it by."""
+        self._forbidden: set[int] = set()
+        """Storages from outside that kernels wait for, so that nothing may look at them."""
+        self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """Tensors that no operator has made, with the numbers of their storages."""
+        self._parts: Generator[list[Any], list[Any], Any] | None = None
+        self._drawn = torch.get_rng_state() if any(script.draws) else None
+        """The random generator's state when Python was last seen to have to do with it."""
+
+    def _take(self, planned: Planned) -> None:
+        """Follows this plan's script."""
+        self.planned = planned
+        self._script, self._executor = planned.script, planned.executor
+        self._entries, self._steps = planned.script.entries, planned.script.steps
+        self._inputs, self._around = planned.inputs, planned.around
+
+    def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
+        """Whether the call goes over to another plan, whose script has begun as this one has, and
+        in which the next operator is as expected.
+        """
+        if self._barrier:
+            return False
+        mine, at = self._script, self._at
+        for other in self._others:
+            script = other.script
+            if other is self.planned or len(script.steps) <= at or not is_next(script.steps[at]):
+                continue
+            if common(mine, script) < at:
+                continue
+            bound = _rebound(mine, script, at, self._bound, self._weak)
+            if bound is None:
+                continue
+            self._bound = bound
+            self._weak = [
+                *self._weak[: len(script.slots)],
+                *[None] * (len(script.slots) - len(self._weak)),
+            ]
+            self._take(other)
+            self._enter(other)
+            return True
+        return False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
+
+    # -- operators
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.left:
+            if self.failure is not None:
+                raise self.failure
+            return func(*args, **(kwargs or {}))
+        step = self._steps[self._at]
+        if step.func is not func:
+            return self._other(func, args, kwargs or {})
+        # The loop is written out: this is most of what a call takes beside its kernels.
+        weak = self._weak
+        for value, (code, expected) in zip(args, step.args, strict=False):
+            if code == 0:
+                known = weak[expected]
+                if known is not None and known() is value:
+                    continue
+                if not self._is_new(expected, value):
+                    return self._other(func, args, kwargs or {})
+            elif not (value is expected if code == 1 else False) and not self._is_like(
+                value, code, expected
+            ):
+                return self._other(func, args, kwargs or {})
+        if len(args) != len(step.args) or (
+            (kwargs or step.names) and not self._are_like(kwargs or {}, step)
+        ):
+            return self._other(func, args, kwargs or {})
+        if self._exposed and self._is_exposed(step.entry):
+            return self._other(func, args, kwargs or {})
+        does = step.does
+        if does == RUN:
+            self._at += 1
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if step.slot >= 0 and self._script.storage_of(step.slot) in self._places:
+                weak[step.slot] = weakref.ref(result)
+            else:
+                self._note(step.entry, result)
+            return result
+        if does == NOW:
+            moment = self._script.moments.get(self._at)
+            if moment is None:
+                self._allow(step.entry)
+            elif not self._pass(self._at):
+                return func(*args, **(kwargs or {}))
+            self._at += 1
+            return func(*args, **(kwargs or {}))
+        self._at += 1
+        for number in step.guarded:
+            if number not in self._forbidden:
+                self._forbidden.add(number)
+                forbid_access(self._pointers[number], UNREAD)
+        if does == MAKE:
+            return self._placeholder(step.slot)
+        if does == GIVE:
+            return args[0]
+        entry = step.entry
+        if not entry.results:
+            return None if entry.sequence is None else entry.sequence()
+        made = [
+            self._placeholder(one.slot)
+            if type(one) is Made
+            else at_path(one.path, args, kwargs or {})
+            if type(one) is Given
+            else one
+            for one in entry.results
+        ]
+        return made[0] if entry.sequence is None else entry.sequence(made)
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that is not the one that is expected."""
+        if not is_passed(func):
+            if self._goes_over(
+                lambda step: step.func is func and step is not self._steps[self._at]
+            ):
+                return self.__torch_dispatch__(func, (), args, kwargs)
+            entry = self._steps[self._at].entry
+            came = (
+                "the step ended"
+                if entry.args == ("end",)
+                else f"{entry.func} came, at {entry.source}"
+            )
+            self.leave(self._misfit or f"{func} comes where {came}")
+        return func(*args, **kwargs)
+
+    def _allow(self, entry: Entry | None = None) -> None:
+        """Lets Python look at memory that no kernel waits for any more; of an entry's arguments
+        alone, if it is given.
+        """
+        numbers = self._forbidden
+        if entry is not None:
+            slots = self._script.slots
+            numbers = {slots[slot].storage for slot in _slots(entry)} & numbers  # type: ignore[union-attr]
+        for number in numbers:
+            allow_access(self._pointers[number])
+        self._forbidden = self._forbidden - numbers
+
+    def _note(self, entry: Entry, result: Any) -> None:
+        """Registers what an operator that has run returned."""
+        flat = (result,) if entry.sequence is None else result
+        if len(flat) != len(entry.results):
+            self.leave(f"{entry.func} returns another number of tensors")
+            return
+        for item, one in zip(flat, entry.results, strict=True):
+            if type(one) is Made:
+                storage = self._script.storage_of(one.slot)
+                if storage not in self._places:
+                    self._meet(storage, storage_of(item))
+                self._tag(one.slot, item)
+                if one.slot in self._script.inputs:
+                    meta = self._script.slots[one.slot]
+                    assert meta is not None
+                    self._bound[one.slot] = tensor_in(
+                        storage_of(item), meta
+                    )  # nobody else holds the item
+
+    def _placeholder(self, slot: int) -> torch.Tensor:
+        meta = self._script.slots[slot]
+        assert meta is not None
+        number = meta.storage
+        tensor, storage = placeholder(meta, self._script.size_bytes[number])
+        pointer = self._pointers[number] = storage_pointer(storage)
+        self._outside[pointer] = number
+        self._places[number] = WeakStorage(storage)
+        self._weak[slot] = weakref.ref(tensor)
+        return tensor
+
+    def _meet(self, number: int, storage: torch.UntypedStorage) -> None:
+        pointer = self._pointers[number] = storage_pointer(storage)
+        self._outside[pointer] = number
+        self._places[number] = WeakStorage(storage)
+
+    def _tag(self, slot: int, tensor: torch.Tensor) -> None:
+        self._weak[slot] = weakref.ref(tensor)
+
+    def _is_like(self, value: Any, code: int, expected: Any) -> bool:
+        """Whether an argument is as a pattern says."""
+        if code == TENSOR:
+            known = self._weak[expected]
+            return (known is not None and known() is value) or self._is_new(expected, value)
+        if code == SAME:
+            return is_same(value, expected)
+        if code == NUMBER:
+            slot, kind = expected
+            self._bound[slot] = value
+            return type(value) is kind
+        kind, items = expected
+        return (
+            type(value) is kind
+            and len(value) == len(items)
+            and all(self._is_like(one, *item) for one, item in zip(value, items, strict=True))
+        )
+
+    def _are_like(self, kwargs: dict[str, Any], step: Expected) -> bool:
+        """Whether arguments by name are as expected."""
+        return (
+            tuple(kwargs) == step.names
+            and all(
+                self._is_like(value, *pattern)
+                for value, pattern in zip(kwargs.values(), step.values, strict=True)
+            )
+            and (step.entry.dtype is None or step.entry.dtype is torch.get_default_dtype())
+        )
+
+    def _is_new(self, slot: int, tensor: Any) -> bool:
+        """Whether a tensor that is met for the first time is the one of a slot, and becomes it."""
+        if self._weak[slot] is not None or not isinstance(tensor, torch.Tensor):
+            return False
+        storage = storage_of(tensor)
+        pointer = storage_pointer(storage)
+        meta = self._script.slots[slot]
+        assert meta is not None
+        number = self._outside.get(pointer)
+        last = self.planned.outside.get(slot)
+        if (
+            last is not None
+            and last[0]() is tensor
+            and last[1] == pointer
+            and storage.resizable()
+            and tensor.shape == meta.shape
+            and tensor.stride() == meta.stride
+            and tensor.storage_offset() == meta.offset
+            and tensor.dtype is meta.dtype
+            and (number == meta.storage if meta.storage in self._pointers else number is None)
+        ):  # it was here in an earlier call, too
+            if number is None:
+                self._pointers[meta.storage] = pointer
+                self._outside[pointer] = meta.storage
+                self._places[meta.storage] = last[2]
+            self._weak[slot] = last[0]
+            if slot in self._script.inputs:
+                if last[3] is None:
+                    last[3] = TENSOR_DATA.__get__(tensor)
+                self._bound[slot] = last[3]
+            return True
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return False
+        if number is None:
+            if meta.storage in self._pointers or meta.storage in self._script.made:
+                return False
+            self._meet(meta.storage, storage)
+        elif number != meta.storage:
+            return False
+        if storage_of(tensor).nbytes() != self._script.size_bytes[meta.storage]:
+            return False
+        if meta_of(tensor, meta.storage) != meta:
+            return False
+        self._tag(slot, tensor)
+        if meta.storage not in self._script.made:
+            self.planned.outside[slot] = [
+                self._weak[slot],
+                pointer,
+                self._places[meta.storage],
+                None,
+            ]
+        if slot in self._script.inputs:
+            # The kernels' writes are not to count twice, so they get a tensor that counts its own.
+            is_shared = meta.device.type == "cpu" and is_exposed(storage_of(tensor))
+            self._bound[slot] = alias = TENSOR_DATA.__get__(tensor)
+            if is_shared:
+                if meta.storage in self._script.written:
+                    self._misfit = (
+                        "it writes to a tensor whose memory NumPy, or another library, has too"
+                    )
+                    return False
+                self._bound[slot] = alias.clone()
+        return True
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Around what is no Python of the step's."""
+        self.is_busy = True
+        try:
+            with interrupts_wait(), disable_current_modes(), self._around():
+                yield
+        finally:
+            self.is_busy = False
+
+    # -- the plan
+
+    def settle(self, tensor: torch.Tensor | None) -> None:
+        """Python looks at a tensor's memory, or at random generators (None)."""
+        if self.left or self.is_over:
+            return
+        args: tuple[Any, ...] = ()
+        if tensor is not None:
+            number = self._outside.get(storage_pointer(storage_of(tensor)))
+            if number is None:
+                return
+            args = (number,)
+        at = self._at
+        entry = self._entries[at] if at < len(self._entries) else None
+        with disable_current_modes():
+            if (
+                entry is None or entry.kind != "settle" or entry.args != args
+            ) and not self._goes_over(
+                lambda step: step.entry.kind == "settle" and step.entry.args == args
+            ):
+                self.leave("the step looks at values where it did not")
+            elif at not in self._script.moments or self._pass(at):
+                for number in self._forbidden.intersection(args):
+                    allow_access(self._pointers[number])
+                    self._forbidden = self._forbidden - {number}
+                self._at = at + 1
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor gets other data."""
+        self.leave("the step gives a tensor other data")
+
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
+        with disable_current_modes():
+            self.leave("the step changes how kernels compute")
+
+    def drawn(self) -> None:
+        """Python has read or set the state of random generators."""
+        if self._drawn is not None:
+            self._drawn = torch.get_rng_state()
+
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
+        number = self._outside.get(storage_pointer(storage_of(tensor)))
+        if number is not None:
+            self._exposed.append((number, weakref.ref(by) if by is not None else None))
+
+    def _is_exposed(self, entry: Entry) -> bool:
+        """Whether Python may write to what an entry's kernel uses, before that runs."""
+        slots = self._script.slots
+        self._exposed = [one for one in self._exposed if one[1] is None or one[1]() is not None]
+        used = {slots[slot].storage for slot in _slots(entry)}  # type: ignore[union-attr]
+        if any(number in used for number, _ in self._exposed):
+            self._misfit = (
+                "it computes with a tensor whose memory Python has got, as by x.numpy(), and keeps"
+            )
+        return bool(self._misfit)
+
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """A tensor with the memory of another one has been made without an operator."""
+        number = self._outside.get(storage_pointer(storage_of(tensor)))
+        if number is not None:
+            self._aliases.append((number, weakref.ref(alias)))
+
+    def finish(self) -> None:
+        """The function has returned: runs the rest by the plan."""
+        if self.failure is not None:  # which the step's own code has caught
+            raise self.failure
+        if self.left:
+            return
+        if self._at != len(self._entries) and not self._goes_over(
+            lambda step: step.entry.args == ("end",)
+        ):
+            self.leave("the step ended before its end")
+            return
+        if extra := self._alive() - self._script.barriers[-1].alive:
+            self.leave(f"Python holds {len(extra)} tensors at its end that it did not hold")
+            return
+        outgoing = self._advance(is_end=True)
+        for slot, value in zip(self._script.barriers[-1].held, outgoing, strict=True):
+            self._put(slot, value)
+        self.is_over = True
+
+    def _pass(self, at: int) -> bool:
+        """Runs the plan to a barrier, which Python has reached. False if the call leaves there."""
+        moment = self._script.barriers[self._script.moments[at]]
+        if extra := self._alive() - moment.alive:
+            self.leave(f"Python holds {len(extra)} tensors that it did not hold")
+            return False
+        values = self._advance()
+        self._spare.clear()
+        seen: set[int] = set()
+        gets: list[Any] = []
+        for slot, value in zip(moment.held, values, strict=True):
+            meta = self._script.slots[slot]
+            assert meta is not None
+            if meta.storage not in seen:
+                seen.add(meta.storage)
+                self._put(slot, value)
+            place = self._places[meta.storage]
+            if place.expired():
+                if self._script.unheld[self._barrier - 1]:
+                    self._spare[meta.storage] = self._memory(meta, value)
+                gets.append(value)
+            else:
+                self._lent.add(meta.storage)
+                gets.append(tensor_in(place.get(), meta))
+        del values
+        self._start = at + 1
+        self._gets = gets
+        return True
+
+    def _advance(self, *, is_end: bool = False) -> list[Any]:
+        """Runs the plan to the next barrier, or to its end."""
+        script = self._script
+        with self._kernels():
+            self._allow()
+            if script.draws[self._barrier] and not torch.equal(torch.get_rng_state(), self._drawn):  # type: ignore[arg-type]
+                self.left = "a generator was seeded"
+                self.failure = ExecutionError(
+                    "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
+                    "that draw from it; call torch.manual_seed or torch.set_rng_state by these names",
+                    code="generator_state",
+                )
+                raise self.failure
+            try:
+                if self._parts is None:
+                    inputs = [self._bound[slot] for slot in self._inputs]
+                    self._parts = self._executor.parts(inputs)
+                    values = next(self._parts)
+                else:
+                    moment = script.barriers[self._barrier - 1]
+                    self._gets += [self._bound[slot] for slot in moment.brings]
+                    values = self._parts.send(self._gets)  # which empties the list
+            except StopIteration as end:
+                assert is_end, "the plan has a part for each barrier"
+                values = end.value[0]
+            except BaseException as error:
+                raise self._failed(error) from error
+            self._barrier += 1
+            self.drawn()
+        return values
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
+        nothing else runs of this call.
+        """
+        self.left = "a kernel failed"
+        failure = self._executor.failure(error)
+        program = self._executor.program
+        numbers = {slot: outside.slot for outside, slot in program.referenced}
+        stores = {program.storage_of(slot): slot for slot in numbers}
+        order = self._executor.bindings.order
+        done = order if failure is None else order[: failure.step + 1]
+        for index in done:
+            for slot in program.calls[index].mutates:
+                given = stores.get(program.storage_of(slot))
+                if given is not None and numbers[given] in self._bound:
+                    known = self._weak[numbers[given]]
+                    tensor = None if known is None else known()
+                    if tensor is not None:
+                        self.torn.append((tensor, version_of(tensor)))
+        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
+        after = (
+            "some state has been updated, and the rest has not"
+            if self.torn
+            else "no state has been updated"
+        )
+        self.failure = ExecutionError(
+            f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
+            f"end; {after}",
+            code="torn" if self.torn else "failed",
+            operator="" if failure is None else failure.call.name,
+            source="" if failure is None else str(failure.call.source),
+        )
+        return self.failure
+
+    def _put(self, slot: int, value: torch.Tensor) -> None:
+        """Gives a placeholder's storage the memory of what a kernel has made."""
+        meta = self._script.slots[slot]
+        assert meta is not None
+        number = meta.storage
+        if self._places[number].expired():
+            return
+        place, storage = self._places[number].get(), storage_of(value)
+        self._filled.add(number)
+        if storage_pointer(place) == storage_pointer(storage):
+            return
+        memory = self._memory(meta, value)
+        fill(place, memory)
+        if memory is storage:
+            note_known(place)
+            self._in_pool.discard(number)
+        else:
+            self._in_pool.add(number)
+
+    def _memory(self, meta: TensorMeta, value: torch.Tensor) -> torch.UntypedStorage:
+        """What a value lies in: its storage, or the part of the pool that stands for it."""
+        storage, pool = storage_of(value), self._executor.bindings.pool
+        if pool is None or not pool.owns(storage):
+            return storage
+        offset = value.storage_offset() - meta.offset
+        address = storage.data_ptr() + int(offset) * meta.dtype.itemsize
+        memory: torch.UntypedStorage = storage_at(
+            address, meta.device, self._script.size_bytes[meta.storage]
+        )
+        return memory
+
+    def _alive(self) -> frozenset[int]:
+        """The storages that the call has made, and that Python holds."""
+        slots, made, lent = self._script.slots, self._script.made, self._lent
+        alive = {
+            number
+            for number, place in self._places.items()
+            if number in made and number not in lent and not place.expired()
+        }
+        if lent:
+            tagged = (
+                (slots[slot].storage, one)  # type: ignore[union-attr]
+                for slot, one in enumerate(self._weak)
+                if one is not None
+            )
+            alive.update(
+                number
+                for number, one in (*tagged, *self._aliases)
+                if number in lent and one() is not None
+            )
+        return frozenset(alive)
+
+    # -- another way
+
+    def leave(self, why: str) -> None:
+        """The call goes another way from here on: runs what it has issued, as it was issued, and
+        lets the rest run as it is.
+        """
+        if self.left or self.is_over:
+            return
+        self.left = why
+        if not self.may_leave:
+            self.failure = ExecutionError(
+                f"the step goes another way than its plan, and on_change='raise' keeps it from going on: {why}; what it "
+                "has done in Python stays",
+                code="no_plan_fits",
+            )
+            raise self.failure
+        with self._kernels():
+            self._allow()
+            if self._parts is not None:
+                self._parts.close()
+            try:
+                self._run_issued()
+            except Exception as error:
+                self.failure = ExecutionError(
+                    f"a kernel failed: {error}. It was to run before the step's own code went on, to where that goes another "
+                    f"way than its plan ({why}); some state may have been updated, and the rest has not",
+                    code="torn",
+                )
+                raise self.failure from error
+
+    def raised(self, error: BaseException) -> None:
+        """The step's own code has raised: as in eager PyTorch, what came before has run."""
+        self.may_leave = True
+        self.leave(f"it raised {type(error).__name__}")
+
+    def _run_issued(self) -> None:
+        script = self._script
+        slots = script.slots
+        issued = range(self._start, self._at)
+        values: dict[int, Any] = {}
+        last: dict[int, int] = {}
+        for index in issued:
+            for slot in _slots(self._entries[index]):
+                last[slots[slot].storage] = index  # type: ignore[union-attr]
+        alive = self._alive()
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def value(slot: int) -> Any:
+            if slot in values:
+                return values[slot]
+            if slot in self._bound:
+                return self._bound[slot]
+            meta = slots[slot]
+            assert meta is not None
+            storage = held.get(meta.storage, self._spare.get(meta.storage))
+            return tensor_in(self._places[meta.storage].get() if storage is None else storage, meta)
+
+        lacking = (
+            {
+                number
+                for number in script.unheld[self._barrier - 1] & (alive | set(last))
+                if number not in self._filled | self._spare.keys()
+                and script.creators[number] < self._start
+            }
+            if self._barrier
+            else set()
+        )
+        needed = _makers(script, lacking, self._filled | self._spare.keys())
+        for index in [*needed, *issued]:
+            entry = self._entries[index]
+            if script.runs[index]:
+                continue
+            args, kwargs = self._decoded(index, entry, value)
+            result = entry.func(*args, **kwargs)
+            flat = (result,) if entry.sequence is None else result
+            for item, one in zip(flat, entry.results, strict=True):
+                if type(one) is Made:
+                    values[one.slot] = item
+                    number = slots[one.slot].storage  # type: ignore[union-attr]
+                    if entry.kind == "kernel" and number not in held:
+                        held[number] = storage_of(item)
+            for number in (
+                []
+                if index < self._start
+                else [one for one in held if last.get(one, -1) <= index and one not in alive]
+            ):
+                del held[number]
+                for slot in [s for s in values if slots[s].storage == number]:  # type: ignore[union-attr]
+                    del values[slot]
+        values.clear()
+        for number, storage in held.items():
+            if number not in alive:
+                continue
+            fill(self._places[number].get(), storage)
+            note_known(self._places[number].get())
+        self._bound.clear()
+
+    def _decoded(
+        self, at: int, entry: Entry, value: Callable[[int], Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        leaf = -1
+        live = self._script.live
+
+        def real(item: Any) -> Any:
+            nonlocal leaf
+            leaf += 1
+            if type(item) is Ref:
+                return value(item.slot)
+            if type(item) in (tuple, list):
+                return type(item)(map(real, item))
+            slot = live.get((at, leaf))
+            return item if slot is None else self._bound[slot]
+
+        args = tuple(map(real, entry.args))
+        kwargs = {}
+        for key, item in entry.kwargs.items():
+            leaf += 1
+            kwargs[key] = real(item)
+        return args, kwargs
+
+    def release(self) -> None:
+        """The call is over: what Python still holds in the pool gets memory of its own."""
+        self._allow()
+        for number in self._in_pool:
+            if not self._places[number].expired():
+                own(self._places[number].get())
+                note_known(self._places[number].get())
+        if self._parts is not None:
+            self._parts.close()
+
+
+def _rebound(
+    mine: Script, other: Script, at: int, bound: dict[int, Any], weak: Sequence[Any]
+) -> dict[int, Any] | None:
+    """The values from outside, for another script that has begun in the same way; None if one of
+    them is another one there, or is gone.
+    """
+    numbers = {place: bound[slot] for place, slot in mine.live.items() if place[0] < at}
+    for place, value in numbers.items():
+        if place not in other.live and not is_same(value, leaf_at(other.entries, place)):
+            return None
+    new = {}
+    for place, slot in other.live.items():
+        if place[0] < at:
+            new[slot] = numbers.get(place, leaf_at(mine.entries, place))
+    for slot, known in enumerate(weak):
+        if known is None or slot not in other.inputs or other.slots[slot] is None:
+            continue
+        value = bound.get(slot)
+        if value is None:
+            tensor = known()
+            if tensor is None:
+                return None
+            value = TENSOR_DATA.__get__(tensor)
+        new[slot] = value
+    return new
+
+
+def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:
+    """The entries that make these storages anew, in order."""
+    entries: set[int] = set()
+    left = list(numbers)
+    while left:
+        number = left.pop()
+        index = script.creators[number]
+        if index in entries:
+            continue
+        entries.add(index)
+        for slot in _slots(script.entries[index]):
+            used = script.slots[slot].storage  # type: ignore[union-attr]
+            if used in script.made and used not in filled:
+                left.append(used)
+    return sorted(entries)
+
+
+def _slots(entry: Entry) -> Iterator[int]:
+    yield from refs(entry.args)
+    yield from refs(entry.kwargs)
+    for one in entry.results:
+        if type(one) is Made:
+            yield one.slot

@@ -1,0 +1,394 @@
+"""Records the operators of one real call of the user's function, which computes as it always does.
+
+No tensor is kept alive, so that what Python holds at each moment is seen as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from roam.capture.fake_kernels.meta_corrections import is_spread, looks_for_zeros, selects_masked
+from roam.capture.tracing.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, written_by
+from roam.capture.tracing.source_location import Frames
+from roam.errors import CaptureError
+from roam.program.ir import Ref, Source, TensorMeta, ref_to
+from roam.program.operators import is_foreign
+from roam.runtime.beside.placeholders import WeakStorage
+from roam.torch_compat.private import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    storage_of,
+    storage_pointer,
+)
+
+aten = torch.ops.aten
+_PASSED = frozenset(
+    {torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default}
+)
+_VALUES = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+_SPECTRA = frozenset({
+    aten._linalg_svd.default, aten._linalg_eigh.default, aten._linalg_eigvals.default, aten.linalg_eig.default,
+})  # fmt: skip
+"""What composite operators are made of that PyTorch takes apart in another way then."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+Kind = Literal["kernel", "view", "now", "settle"]
+"""What an entry does. `kernel`: computes. `view`: makes tensors in memory that is there. `now`:
+gives Python a value. `settle`: Python looks at a tensor, or at random generators, without an
+operator."""
+
+
+class Made(NamedTuple):
+    """A result of an operator that is a new tensor."""
+
+    slot: int
+
+
+class Given(NamedTuple):
+    """A result of an operator that is one of its arguments: at `path` of the arguments."""
+
+    path: tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One operator of a recording, or one moment at which Python looked at values."""
+
+    kind: Kind
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """The arguments, with a `Ref` for each tensor."""
+    results: tuple[Any, ...] = ()
+    """`Made`, `Given`, or a value that is no tensor."""
+    sequence: type[Any] | None = None
+    """The class of the list or tuple that the operator returns; None if it returns one thing."""
+    writes: tuple[int, ...] = ()
+    """Slots of the arguments that it changes."""
+    phase: str = "forward"
+    source: Source = Source()  # noqa: RUF009 - it cannot change
+    dtype: torch.dtype | None = None
+    """The default dtype, where the operator takes it."""
+    alive: frozenset[int] = frozenset()
+    """Where Python looks at values: the storages of the call that it holds."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A storage of a recording."""
+
+    size_bytes: int
+    creator: int
+    """The entry that makes it; -1 if it was there."""
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """What one call did."""
+
+    entries: list[Entry] = field(default_factory=list)
+    slots: list[TensorMeta] = field(default_factory=list)
+    storages: list[Seen] = field(default_factory=list)
+    met: dict[int, int] = field(default_factory=dict)
+    """For each slot that no operator has made: the entry that met it first."""
+    alive: frozenset[int] = frozenset()
+    """The storages that the call has made and that Python holds at its end."""
+    parameters: frozenset[int] = frozenset()
+    """Slots of parameters."""
+    failed: CaptureError | None = None
+    """Why no plan can be made of it."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs in the block."""
+
+    def __init__(self, frames: Frames) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self.is_busy = False
+        self._frames = frames
+        self._ids: dict[int, int] = {}
+        self._weak: list[weakref.ref[torch.Tensor]] = []
+        self._numbers: dict[int, int] = {}
+        self._storages: list[WeakStorage] = []
+        self._parameters: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_passed(func) or self.recording.failed is not None:
+            return func(*args, **kwargs)
+        return self._record(func, args, kwargs)
+
+    def fail(self, message: str, code: str, func: Any = None) -> None:
+        """Notes that no plan can be made of the call, which goes on."""
+        source = str(self._frames.here()[1])
+        where = f"{func} at {source}" if func is not None else source
+        self.recording.failed = CaptureError(
+            f"{where}: {message}", code=code, operator=str(func or ""), source=source
+        )
+
+    def settle(self, tensor: torch.Tensor | None) -> None:
+        """Python looks at a tensor's memory, or at random generators (None)."""
+        args: tuple[Any, ...] = ()
+        if tensor is not None:
+            number = self._numbers.get(storage_pointer(storage_of(tensor)))
+            if number is None:
+                return
+            args = (number,)
+        phase, source = self._frames.here()
+        self.recording.entries.append(
+            Entry("settle", None, args, {}, phase=phase, source=source, alive=self._alive())
+        )
+
+    def assigned(self, tensor: torch.Tensor) -> None:
+        """A tensor gets other data."""
+        if storage_pointer(storage_of(tensor)) in self._numbers:
+            self.fail(
+                "it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)",
+                "storage_replaced",
+            )
+
+    def switching(self) -> None:
+        """How kernels compute is about to be changed."""
+
+    def drawn(self) -> None:
+        """Python has looked at random generators, or set them."""
+
+    def exposed(self, tensor: torch.Tensor, by: Any) -> None:
+        """Python has got a tensor's memory."""
+
+    def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """A tensor with the memory of another one has been made without an operator."""
+
+    def end(self) -> Recording:
+        """The recording; to be asked for when the block has ended."""
+        self.recording.alive = self._alive()
+        self.recording.parameters = frozenset(self._parameters)
+        return self.recording
+
+    def _alive(self) -> frozenset[int]:
+        seen = self.recording.storages
+        return frozenset(
+            number
+            for number, storage in enumerate(self._storages)
+            if seen[number].creator >= 0 and not storage.expired()
+        )
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(func, OpOverload):
+            self.fail("it takes functions, which cannot be recorded", "refused_operator", func)
+            return func(*args, **kwargs)
+        self._refuse_hidden(func, args)
+        facts = facts_of(func)
+        tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        odd = next(
+            (one for one in tensors if type(one) not in _PLAIN or one.layout is not torch.strided),
+            None,
+        )
+        if odd is not None:
+            self.fail(
+                f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func
+            )
+        elif facts.reshapes_in_place or schema_of(func).name in REFUSED or facts.is_composite:
+            self.fail("it changes what a tensor is, not its values", "refused_operator", func)
+        if self.recording.failed is not None:
+            return func(*args, **kwargs)
+        index = len(self.recording.entries)
+        entry = Entry("kernel", func, self._encoded(args), self._encoded(kwargs))
+        entry.phase, entry.source = self._frames.here()
+        if is_now(func):
+            entry.kind, entry.alive = "now", self._alive()
+        if facts.mutates:
+            written = written_by(func, args, kwargs)
+            entry.writes = tuple(self._slot(one) for one in tensors_in(tuple(written)))
+        if facts.takes_dtype and kwargs.get("dtype") is None and not tensors:
+            entry.dtype = torch.get_default_dtype()
+        self.recording.entries.append(entry)
+        result = func(*args, **kwargs)
+        is_sequence = isinstance(result, (tuple, list))
+        flat = tuple(result) if is_sequence else (result,)
+        if entry.kind == "now":
+            return result
+        entry.sequence = type(result) if is_sequence else None
+        given = {
+            self.recording.slots[slot].storage for slot in refs(entry.args) + refs(entry.kwargs)
+        }
+        results = []
+        is_view = is_kernel = False
+        for item in flat:
+            if isinstance(item, (tuple, list)):
+                self.fail("it returns lists of lists", "refused_operator", func)
+                return result
+            if not isinstance(item, torch.Tensor):
+                results.append(item)
+                continue
+            path = path_to(item, args, kwargs)
+            if path is not None:
+                results.append(Given(path))
+                continue
+            if item.layout is not torch.strided:
+                self.fail("it returns a tensor that is not strided", "refused_operator", func)
+                return result
+            pointer = storage_pointer(storage_of(item))
+            known = self._numbers.get(pointer)
+            if known is None:
+                is_kernel = True
+                known = self._new_storage(item, index, f"{func.__name__.split('.')[0]}_{index}")
+            elif known in given:
+                is_view = True
+            elif self.recording.storages[known].creator != index:
+                self.fail(
+                    "its result lies in memory that it was not given", "differs_from_capture", func
+                )
+                return result
+            results.append(Made(self._add(item, known)))
+        entry.results = tuple(results)
+        if is_view:
+            entry.kind = "view"
+            if is_kernel or entry.writes or (facts.computes and func not in HIDDEN_ALIAS):
+                self.fail("it makes a view and computes", "refused_operator", func)
+        elif not is_kernel and not entry.writes and not facts.is_check:
+            entry.kind = "view"
+        return result
+
+    def _refuse_hidden(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuses what PyTorch computes in another way where a dispatch mode looks on.
+
+        Raises:
+            CaptureError: at once, since going on would give other bits than eager PyTorch.
+        """
+        if (
+            looks_for_zeros(func)
+            or selects_masked(func)
+            or is_spread(func, args)
+            or func in _SPECTRA
+        ):
+            source = str(self._frames.here()[1])
+            raise CaptureError(
+                f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as here, than "
+                "in eager PyTorch; leave python= out, and see what the step is refused for then",
+                code="hidden_branch", operator=str(func), source=source,
+            )  # fmt: skip
+
+    # -- tensors
+
+    def _encoded(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return ref_to(self._slot(value))
+        kind = type(value)
+        if kind in (tuple, list):
+            return kind([self._encoded(item) for item in value])
+        if kind is dict:
+            return {key: self._encoded(item) for key, item in value.items()}
+        return value
+
+    def _slot(self, tensor: torch.Tensor) -> int:
+        known = self._ids.get(id(tensor))
+        pointer = storage_pointer(storage_of(tensor))
+        if (
+            known is not None
+            and self._weak[known]() is tensor
+            and self._numbers.get(pointer) == self.recording.slots[known].storage
+        ):
+            return known
+        number = self._numbers.get(pointer)
+        if number is None:
+            number = self._new_storage(tensor, -1, f"outside_{len(self.recording.storages)}")
+        slot = self._add(tensor, number)
+        self.recording.met[slot] = len(self.recording.entries)
+        if isinstance(tensor, torch.nn.Parameter):
+            self._parameters.add(slot)
+        return slot
+
+    def _new_storage(self, tensor: torch.Tensor, creator: int, name: str) -> int:
+        storage = storage_of(tensor)
+        number = self._numbers[storage_pointer(storage)] = len(self._storages)
+        self._storages.append(WeakStorage(storage))
+        self.recording.storages.append(Seen(storage.nbytes(), creator, name))
+        return number
+
+    def _add(self, tensor: torch.Tensor, storage: int) -> int:
+        slot = len(self.recording.slots)
+        self.recording.slots.append(meta_of(tensor, storage))
+        self._ids[id(tensor)] = slot
+        self._weak.append(weakref.ref(tensor))
+        return slot
+
+
+def is_passed(func: Any) -> bool:
+    """Whether an operator asks about metadata alone, or marks a place for profilers."""
+    return func in _PASSED or getattr(func, "namespace", "") == "profiler"
+
+
+def is_now(func: Any) -> bool:
+    """Whether an operator gives Python a value, or makes tensors whose shapes follow from
+    values.
+    """
+    if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
+        return True
+    return any(
+        tag in func.tags
+        for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    )
+
+
+def meta_of(tensor: torch.Tensor, storage: int) -> TensorMeta:
+    """How a tensor lies in a storage."""
+    return TensorMeta(
+        tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device, storage,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def refs(value: Any) -> list[int]:
+    """Slots in encoded arguments."""
+    if type(value) is Ref:
+        return [value.slot]
+    if type(value) is dict:
+        value = tuple(value.values())
+    return [slot for item in value for slot in refs(item)] if type(value) in (tuple, list) else []
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from tensors_in(value)
+
+
+def path_to(tensor: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Where a tensor is among arguments; None if it is not."""
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if value is tensor:
+            return (key,)
+        if type(value) in (list, tuple):
+            for place, item in enumerate(value):
+                if item is tensor:
+                    return (key, place)
+    return None
+
+
+def at_path(path: tuple[Any, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What `path_to` has found."""
+    first = path[0]
+    value = kwargs[first] if type(first) is str else args[first]
+    return value if len(path) == 1 else value[path[1]]

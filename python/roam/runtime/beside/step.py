@@ -1,0 +1,295 @@
+"""One step whose Python runs beside its plans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roam.capture.step import Variant
+from roam.capture.tracing.source_location import Frames
+from roam.errors import CaptureError, ExecutionError
+from roam.kernels.table import is_proven
+from roam.runtime.beside.looks import looking
+from roam.runtime.beside.matched import Matched
+from roam.runtime.beside.placeholders import is_possible
+from roam.runtime.beside.planned import Planned
+from roam.runtime.beside.recording import Recorder, Recording
+from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
+from roam.runtime.executor import Executor
+from roam.runtime.log import logger, replans
+from roam.runtime.memory_profiler import measure_peak
+from roam.runtime.memory_report import StepMemory
+from roam.runtime.pool import Pool
+from roam.runtime.strategy import Options, choose
+from roam.state.global_flags import kernel_switches
+from roam.torch_compat.private import version_of
+
+PYTHONS_OWN = frozenset((
+    "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
+    "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
+    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "trainer_log",
+))  # fmt: skip
+"""Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
+_MOST_RECORDED = 8
+"""After so many recordings in a row, with no call by plan between them, no more are made."""
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """One way that calls go, as far as recordings have shown."""
+
+    recording: Recording
+    alive: list[frozenset[int]]
+    numbers: set[Place] = field(default_factory=set)
+    planned: Planned | None = None
+    is_to_be_planned: bool = False
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Calls with arguments of one kind. The way that calls went last is the first."""
+
+    ways: list[_Way] = field(default_factory=list)
+    records: bool = True
+    """Whether the next call is recorded."""
+    in_vain: int = 0
+    """How many recordings there have been since the last call by plan."""
+
+
+class Beside:
+    """Runs a user's function beside plans, which are made of recordings of real calls.
+
+    Args:
+        function: the user's function.
+        name: the name of its graphs.
+        options: how plans are made.
+        on_change: as for `roam.compile`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, options: Options, on_change: str
+    ) -> None:
+        if not is_possible():
+            raise ExecutionError(
+                "Python runs beside a plan with PyTorch 2.15 or newer; leave python= out",
+                code="beside",
+            )
+        self._function, self._name, self._options = function, name, options
+        self._on_change = on_change
+        self._calls: dict[Hashable, _Calls] = {}
+        self._is_told = False
+        self._refusal: CaptureError | None = None
+        self._torn: list[tuple[Any, int]] = []
+        self.last: Planned | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
+        """One call; `key` says of which kind its arguments are."""
+        key = key, kernel_switches()
+        if any(version_of(tensor) == version for tensor, version in self._torn):
+            raise ExecutionError(
+                "an earlier step failed half-way; load the model's and the optimizer's state again first",
+                code="torn",
+            )
+        self._torn = []
+        if self._refusal is not None:
+            raise self._refusal
+        calls = self._calls.get(key)
+        if calls is None:
+            if self._on_change == "raise" and self.plans:
+                raise ExecutionError(
+                    "no plan fits this call, and on_change='raise' makes no other; call the step with arguments like "
+                    "those of the first calls, or leave on_change= out",
+                    code="no_plan_fits",
+                )
+            calls = self._calls[key] = _Calls()
+        for way in calls.ways:
+            if way.is_to_be_planned:  # before the call, so that nothing has run if there is no plan
+                way.planned = self._plan(
+                    script_of(
+                        way.recording,
+                        way.alive,
+                        way.numbers,
+                        holds_all=self._options.memory is None,
+                    )
+                )
+                way.is_to_be_planned = False
+        planned = calls.ways[0].planned if calls.ways else None
+        if calls.records or planned is None:
+            if self._on_change == "eager" and self.plans and not calls.ways:
+                return self._function(*args, **kwargs)
+            return self._record(args, kwargs, calls)
+        return self._match(planned, args, kwargs, calls)
+
+    @property
+    def plans(self) -> list[Planned]:
+        """All plans."""
+        return [
+            way.planned
+            for calls in self._calls.values()
+            for way in calls.ways
+            if way.planned is not None
+        ]
+
+    def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
+        """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
+        calls = self._calls.get((key, kernel_switches()))
+        planned = calls.ways[0].planned if calls and calls.ways and not calls.records else None
+        if planned is None:
+            return self.run(args, kwargs, key)
+        with planned.executor.held():
+            held_bytes = 0 if planned.pool is None else planned.pool.nbytes
+        device = next((one for one in planned.devices if one != "cpu"), "cpu")
+        trace = measure_peak(lambda: self.run(args, kwargs, key), device=device)
+        planned.memory = replace(
+            planned.memory,
+            measured_bytes=planned.memory.persistent_bytes + held_bytes + trace.peak_bytes,
+        )
+        return trace.value
+
+    def release(self) -> None:
+        """Frees the pools."""
+        for planned in self.plans:
+            if planned.pool is not None:
+                planned.pool.release()
+
+    # -- recordings
+
+    def _record(self, args: Any, kwargs: Any, calls: _Calls) -> Any:
+        if self._options.memory is not None and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "%s is recorded while it runs as it is, without a plan: this call, and others until two are alike, may "
+                "take more than memory= says",
+                self._name,
+            )
+        frames = Frames({}, {})
+        frames.root = sys._getframe().f_code
+        recorder = Recorder(frames)
+        with looking(recorder), recorder:
+            result = self._function(*args, **kwargs)
+        recording = recorder.end()
+        if recording.failed is None:
+            self._learn(recording, calls)
+        else:
+            self._refusal = recording.failed  # of later calls: this one has run
+        return result
+
+    def _learn(self, recording: Recording, calls: _Calls) -> None:
+        calls.in_vain += 1
+        alive = [*(entry.alive for entry in recording.entries), recording.alive]
+        for way in calls.ways:
+            changed = changed_numbers(way.recording, recording)
+            if changed is None:
+                continue
+            numbers = way.numbers | changed
+            held = [one | other for one, other in zip(alive, way.alive, strict=True)]
+            is_new = way.planned is None or numbers != way.numbers or held != way.alive
+            if is_new:
+                way.numbers, way.alive, way.is_to_be_planned = numbers, held, True
+            calls.ways.remove(way)
+            calls.ways.insert(0, way)
+            # A call that went another way is still to be seen twice.
+            calls.records = not is_new and calls.in_vain < _MOST_RECORDED
+            return
+        calls.ways.insert(0, _Way(recording, alive))
+        if calls.in_vain >= _MOST_RECORDED:
+            planned = next((way for way in calls.ways if way.planned is not None), None)
+            if calls.in_vain == _MOST_RECORDED:
+                logger.warning(
+                    "%s did something else in each of the last %d calls, so that none runs by a plan; its own function "
+                    "runs, as it is",
+                    self._name, calls.in_vain,
+                )  # fmt: skip
+            del calls.ways[_MOST_RECORDED:]
+            if planned is not None and planned in calls.ways:
+                calls.ways.remove(planned)
+                calls.ways.insert(0, planned)
+                calls.records = False
+
+    def _plan(self, script: Script) -> Planned:
+        program = script.program
+        variant = Variant(program, self._name, as_written=program)
+        options = self._options
+        (choice,) = choose(
+            [variant],
+            pool=options.pool,
+            time_limit_s=options.time_limit_s,
+            earlier=[planned.choice for planned in self.plans],
+            memory=options.memory,
+            keep_checkpoints=True,
+        )
+        pool = Pool.of(variant.device) if choice.uses_pool else None
+        shrinks = None
+        memory = StepMemory.planned(choice)
+        if choice.memory_limit_bytes is not None:
+            spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
+            shrinks = Pool.of(variant.device), memory.pool_bytes + max(spare_bytes, 0)
+        executor = Executor(
+            choice.program,
+            choice.placed,
+            choice.plan,
+            pool=pool,
+            poison=options.poison,
+            proven=is_proven(variant.device.type),
+            shrinks=shrinks,
+        )
+        slot_of = {slot: outside.slot for outside, slot in choice.program.referenced}
+        inputs = [slot_of[slot] for slot in executor.bindings.input_slots()]
+        devices = frozenset(meta.device.type for meta in program.slots if meta is not None)
+        logger.info("%s: %s", self._name, choice)
+        return Planned(script, choice, executor, memory, inputs, devices, pool)
+
+    # -- calls by plan
+
+    def _match(self, planned: Planned, args: Any, kwargs: Any, calls: _Calls) -> Any:
+        others = [way.planned for way in calls.ways if way.planned is not None]
+        matched: Any = None
+        try:
+            with ExitStack() as held:
+
+                def enter(one: Planned) -> None:
+                    held.close()
+                    held.enter_context(one.executor.held())
+
+                enter(planned)
+                matched = Matched(planned, others, enter)
+                matched.may_leave = self._on_change != "raise"
+                try:
+                    with looking(matched), matched:
+                        result = self._function(*args, **kwargs)
+                    matched.finish()
+                except BaseException as error:
+                    if matched.failure is error:
+                        raise
+                    matched.raised(error)
+                    raise
+                finally:
+                    matched.release()
+        finally:
+            self._torn = [] if matched is None else matched.torn
+        if matched.left:
+            self._tell_left(matched.left)
+            calls.records = self._on_change == "replan" and calls.in_vain < _MOST_RECORDED
+        else:
+            self.last, calls.in_vain = matched.planned, 0
+            way = next(way for way in calls.ways if way.planned is matched.planned)
+            if way is not calls.ways[0]:
+                calls.ways.remove(way)
+                calls.ways.insert(0, way)
+        return result
+
+    def _tell_left(self, why: str) -> None:
+        may_exceed = (
+            ", and its memory may exceed the limit" if self._options.memory is not None else ""
+        )
+        tell = replans.info if self._is_told else logger.warning
+        self._is_told = True
+        tell(
+            "%s goes another way than its plan, and runs as it is from there%s: %s",
+            self._name,
+            may_exceed,
+            why,
+        )
