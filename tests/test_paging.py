@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import gc
 import io
 import os
 from collections.abc import Callable
@@ -357,13 +358,12 @@ def test_a_graph_from_before_a_step_knows_that_parameters_have_changed(tmp_path:
 
 
 def test_files_are_gone_with_their_tensors(tmp_path: Path) -> None:
+    gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     made, step = perceptron(), paged(tmp_path)
     trained(step, made, 3)
     assert len(os.listdir("/proc/self/fd")) > descriptors
     del made, step
-    import gc
-
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
