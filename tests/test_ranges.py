@@ -289,9 +289,27 @@ def masked(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return scores.var() + functional.mse_loss(scores, torch.zeros_like(scores))
 
 
+def shares(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores, length = net(ids), ids.shape[1]
+    parts = scores[:, : math.trunc(0.5 * length)].mean() + scores[:, : round(0.75 * length)].var()
+    return parts + scores[:, : math.ceil(0.3 * length)].square().mean()
+
+
+def functions_of_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) / float(ids.shape[1])
+    decay = math.exp(-ids.shape[1] / 50) + math.pow(ids.shape[1], 0.3)
+    return loss * decay * math.log(ids.shape[1], 2) / math.sqrt(ids.numel())
+
+
+def normed(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = nn.functional.rms_norm(net(ids), (50,))  # C++ makes a text of the sizes
+    mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+    return functional.cross_entropy(scores.flatten(0, 1), ids.flatten()) + mask.exp().mean()
+
+
 HABITS = [
     window, branch, halves, parity, least, over_time, by_type, by_exact_type, by_table, by_text, swallowing, chunks,
-    numbers, padded, rounded_up, masked,
+    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed,
 ]  # fmt: skip
 
 
@@ -301,7 +319,11 @@ def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) 
     run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13, 16, 11, 4, 33, 40), loss_of)
 
 
-@pytest.mark.parametrize("loss_of", [halves, numbers, padded, masked], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "loss_of",
+    [halves, numbers, padded, masked, shares, functions_of_numbers, normed],
+    ids=lambda one: one.__name__,
+)
 def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
 
@@ -446,6 +468,123 @@ def test_a_size_is_checked_until_a_run_has_come_to_its_end() -> None:
     assert (12,) not in lengths_of._passed
     step(ids_of(2, 12))
     assert (12,) in lengths_of._passed
+
+
+def shifted(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    ids = ids_of(2, length)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def whole_and_shifted(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    ids = ids_of(2, length)
+    return ids[:, :-1].contiguous(), ids[:, 1:]
+
+
+def cut_from_longer(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    ids = ids_of(2, 99)
+    return ids[:, :length], ids[:, length : 2 * length]
+
+
+def transposed(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    return ids_of(length, 2).t(), ids_of(length + 1, 2)[1:].t()
+
+
+def every_second(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    return ids_of(2, 2 * length)[:, ::2], ids_of(1, length).expand(2, length)
+
+
+def one_text(length: int, turn: int) -> tuple[torch.Tensor, ...]:
+    ids, start = ids_of(500), 60 * turn
+    return tuple(ids[at : at + length].view(1, -1) for at in (start, start + 1))
+
+
+def last_of_longer(length: int, _: int) -> tuple[torch.Tensor, ...]:
+    return ids_of(2, 64)[:, -length:], ids_of(2, length)
+
+
+PARTS = [shifted, whole_and_shifted, cut_from_longer, transposed, every_second, one_text, last_of_longer]  # fmt: skip
+
+
+def train_on_parts(
+    calls: list[tuple[torch.Tensor, ...]],
+) -> Any:
+    """Trains eagerly and by plan; the compiled step."""
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(*args: Any, net: Any = net, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of_parts(net, *args)
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), [args[0][1:], args[-1].t(), args[-1].storage_offset()]
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train)
+        results = [function(*args) for args in calls]
+        outcomes.append(tensors_and_numbers(results, net.state_dict()))
+    assert_same_bits(*outcomes)
+    return step
+
+
+def loss_of_parts(net: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(net(ids).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=lambda one: one.__name__)
+def test_arguments_may_be_parts_of_other_tensors(parts: Callable[..., Any]) -> None:
+    step = train_on_parts([parts(length, turn) for turn, length in enumerate((9, 14, 11, 9, 20))])
+    assert len(step._captures) == 2
+
+
+def test_the_rows_of_a_data_set_have_one_plan_wherever_they_begin() -> None:
+    ids, labels = ids_of(48, 9), ids_of(50, 9)[2:]
+    step = train_on_parts([(ids[at : at + 4], labels[at : at + 4]) for at in range(0, 48, 4)])
+    assert len(step._captures) == 2
+
+
+def test_a_step_may_go_another_way_where_an_argument_begins_later() -> None:
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        loss = loss_of_parts(net, ids, ids)
+        return loss * 2 if ids.storage_offset() > 100 else loss
+
+    ids = ids_of(48, 9)
+    outcomes = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        function: Any = reading(net, torch.optim.AdamW(net.parameters(), lr=0.01), loss_of)
+        if is_planned:
+            function = roam.compile(function)
+        losses = [function(ids[at : at + 4]) for at in (0, 4, 8, 20, 24, 28, 12, 16)]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict()))
+    assert_same_bits(*outcomes)
+    assert len(function._captures) == 3
+
+
+def test_a_step_that_writes_to_parts_of_a_tensor_has_a_plan_for_each_size() -> None:
+    outcomes = []
+    for is_planned in (False, True):
+        net = nn.Linear(4, 4)
+        nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+
+        def step(one: torch.Tensor, other: torch.Tensor, net: Any = net) -> torch.Tensor:
+            net.zero_grad()
+            one.mul_(2)
+            loss = (net(one) * other).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        function: Any = roam.compile(step) if is_planned else step
+        wholes = [torch.randn(length, 4, generator=torch.Generator().manual_seed(length)) for length in (8, 11, 9, 12)]  # fmt: skip
+        losses = [function(whole[:-1], whole[1:]) for whole in wholes]
+        outcomes.append(tensors_and_numbers(losses, wholes, net.weight.grad))
+    assert_same_bits(*outcomes)
+    assert all(sizes is None for sizes in sizes_of(function))
 
 
 class TestGiven:

@@ -65,8 +65,8 @@ def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
 
 
-def _captures(row: Row) -> str:
-    return "" if row.get("captures") is None else str(row["captures"])
+def _count(row: Row, name: str) -> str:
+    return "" if row.get(name) is None else str(row[name])
 
 
 def _share(name: str) -> Callable[[Row], str]:
@@ -82,10 +82,12 @@ def _bits(row: Row) -> str:
 _COLUMNS = (
     Column("family", lambda row: row["family"], right=False),
     Column("way", lambda row: row["way"], right=False),
-    Column("captures", _captures),
+    Column("captures", lambda row: _count(row, "captures")),
+    Column("plans", lambda row: _count(row, "plans")),
     Column("CPU time, s", _number("cpu_s", "{:.1f}")),
     Column("a step, ms", _number("later_step_s", "{:.1f}", 1e-3)),
     Column("growth, MiB", _number("growth_bytes", "{:.0f}", _MIB)),
+    Column("later growth", _number("later_growth_bytes", "{:.0f}", _MIB)),
     Column("note", lambda row: row.get("note", ""), right=False),
 )
 _BESIDE = (
@@ -258,8 +260,10 @@ def measured(name: str, way: str, steps: int) -> Row:
 
     Returns:
         ``digest`` of every loss and of the final parameters and states; ``cpu_s`` of all steps;
-        ``later_step_s``, the mean of those after the last capture; ``captures``; ``growth_bytes``
-        of the process since the second capture (eagerly: since the second step).
+        ``later_step_s``, the mean of those after the last plan; ``captures``, and ``plans``, of
+        which some are for larger sizes of an earlier capture; ``growth_bytes``
+        of the process since the second capture (eagerly: since the second step), and
+        ``later_growth_bytes`` since the last plan.
     """
     import torch
 
@@ -277,7 +281,8 @@ def measured(name: str, way: str, steps: int) -> Row:
     elif way == "torch.compile":
         model.compile(dynamic=True)
     padding = int(way.rpartition(" ")[2]) if "padded" in way else 1
-    digest, seconds, captured_at, known, settled = hashlib.sha256(), [], list[int](), None, 0
+    digest, seconds, planned_at, known = hashlib.sha256(), [], list[int](), None
+    settled = settled_last = captures = 0
     torch.manual_seed(1)
     for place in range(steps):
         batch = batch_of(place, padding)
@@ -288,19 +293,24 @@ def measured(name: str, way: str, steps: int) -> Row:
         timings = getattr(step, "timings", None)
         if timings is not known:
             known = timings
-            captured_at.append(place)
-        if len(captured_at) <= 2 and place == (captured_at or [1])[-1]:
+            planned_at.append(place)
+            captures += step.timings.capture.count > 0
+        if len(planned_at) <= 2 and place == (planned_at or [1])[-1]:
             settled = _resident_bytes()
-    growth = _resident_bytes() - settled
+        if place == (planned_at or [1])[-1]:
+            settled_last = _resident_bytes()
+    resident = _resident_bytes()
     state = [*model.state_dict().values(), *(
         value for values in optimizer.state_dict()["state"].values() for value in values.values()
     )]  # fmt: skip
     for value in state:
         digest.update(_bytes_of(value))
-    later = seconds[(captured_at or [1])[-1] + 1 :]
+    later = seconds[(planned_at or [1])[-1] + 1 :]
     return {
-        "captures": len(captured_at) if way.startswith("roam") else None, "cpu_s": sum(seconds),
-        "later_step_s": sum(later) / len(later) if later else None, "growth_bytes": growth,
+        "captures": captures if way.startswith("roam") else None,
+        "plans": len(planned_at) if way.startswith("roam") else None, "cpu_s": sum(seconds),
+        "later_step_s": sum(later) / len(later) if later else None, "growth_bytes": resident - settled,
+        "later_growth_bytes": resident - settled_last,
         "digest": digest.hexdigest(), "note": "",
     }  # fmt: skip
 

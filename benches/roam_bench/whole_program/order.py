@@ -13,7 +13,7 @@ class OrderProgram:
     """The program for a problem, with a schedule to start from.
 
     Its create variables are kept as their running sums: done(v, t) = 1 if v has run by step t. See
-    docs/explanation/integer-programs.md.
+    the package's first lines.
     """
 
     def __init__(

@@ -80,6 +80,9 @@ class Lengths:
             and any(expressions_in((meta.shape, meta.stride, meta.offset)))
         }
         self._sized_views = list(sized_views.values())
+        self._used: list[int] = []
+        """The places of the symbols on which a text depends. Where arguments begin is not among
+        them, as a rule."""
         self._checked = self._text(None, checks=True)
         self._passed: set[tuple[int, ...]] = set()
         self._leaves_out = any(
@@ -106,13 +109,14 @@ class Lengths:
         """The text at these sizes. It checks what kernels give until a run at these sizes has
         `passed`. To be called while the pool is held.
         """
-        known = self._tables.get(values)
+        key = self._key(values)
+        known = self._tables.get(key)
         if known is not None:
-            self._tables.move_to_end(values)
+            self._tables.move_to_end(key)
             return known
-        if values not in self._passed and self._watcher is None:
+        if key not in self._passed and self._watcher is None:
             return self._table(self._checked, values)
-        made = self._tables[values] = self._table(self._unchecked, values)
+        made = self._tables[key] = self._table(self._unchecked, values)
         if len(self._tables) > _MOST:
             self._tables.popitem(last=False)
         return made
@@ -122,7 +126,10 @@ class Lengths:
         a run may leave calls out, nobody knows which it has checked.
         """
         if not self._leaves_out and self._watcher is None:
-            self._passed.add(values)
+            self._passed.add(self._key(values))
+
+    def _key(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([values[place] for place in self._used])
 
     def _text(self, watcher: Watcher | None, *, checks: bool = False) -> _Text:
         source = GeneratedSource(
@@ -134,14 +141,20 @@ class Lengths:
             for view, meta in self._sized_views
             if (name := source.name_of(view)) is not None
         }
+        nests = [
+            *constants.values(),
+            *((meta.shape, meta.stride, meta.offset) for meta in views.values()),
+        ]
+        atoms = set().union(*(one.atoms() for one in expressions_in(nests)))
+        used = {atom.args[0] for atom in atoms}
+        self._used = [
+            place for place, name in enumerate(self._symbols) if place in self._used or name in used
+        ]
         return _Text(
             source,
             list(constants),
             list(views.items()),
-            self._evaluator.nests(
-                [*constants.values()]
-                + [(meta.shape, meta.stride, meta.offset) for meta in views.values()]
-            ),
+            self._evaluator.nests(nests),
         )
 
     def _table(self, text: _Text, values: tuple[int, ...]) -> Generated:

@@ -8,10 +8,11 @@ to be, at the sizes of the earlier capture, the very program of that one.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,15 +26,16 @@ from roam.program.ir import Program
 from roam.program.resized import at, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
-from roam.state.argument_sizes import ArgumentSizes, is_within
+from roam.state.argument_sizes import OFFSET, SHIFT, ArgumentSizes, Change, is_within, parted
+from roam.state.references import ArgumentReference
 from roam.state.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
 from roam.state.step_call import StepCall
 
 _RANGE = 8
 """A capture is to hold for sizes up to this multiple of the largest that has been seen."""
-_LEAST = (Symbols.LEAST, 32)
-"""Sizes from which on plans hold for all larger ones. Attention is computed piece by piece from 32
-queries on."""
+_LEAST = (Symbols.LEAST, 4, 8, 32)
+"""Sizes from which on plans hold for all larger ones. Parts of small sizes may be the whole, and
+attention is computed piece by piece from 32 queries on."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
@@ -81,7 +83,9 @@ class Ranges:
             if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
-        for least in (max(one, sizes.least) for one in _LEAST):
+        for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
+            if least > min(sizes.captured().values()):
+                break
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
@@ -111,13 +115,16 @@ class Ranges:
         if self._given and not known:
             return self._as_given(capture, call)
         for before in known:
-            dims = _dims(before, call)
+            if before.guards.failure() is not None:
+                continue
+            changes = before.arguments.changes(call)
+            dims = _dims(before, changes)
             key = _key(dims)
-            if not dims or self._tries[key] >= _TRIES or before.guards.failure() is not None:
+            if not dims or self._tries[key] >= _TRIES:
                 continue
             found = None
             try:
-                found = self._captured(capture, before, known, dims, call)
+                found = self._captured(capture, before, known, changes, dims, call)
                 if found.arguments.sizes is not None:
                     return found
                 reason = "it goes another way if sizes may change"
@@ -146,7 +153,8 @@ class Ranges:
         """
         before = capture()
         leaves = call.taken(before.arguments.taker).leaves
-        dims: dict[int, dict[int, tuple[Any, int]]] = {}
+        changes = dict[int, Change]()
+        dims: dict[int, dict[int, _Seen]] = {}
         for name, sizes in self._given.items():
             places = before.arguments.places_named(name) or before.arguments.places_named(
                 f"args[{self._parameters.get(name)}]"
@@ -158,15 +166,16 @@ class Ranges:
                 )
             for place in places:
                 shape = leaves[place].shape
+                changes |= before.arguments.sharing(place, leaves)
                 for dim, most in sizes.items():
                     if dim >= len(shape) or not Symbols.LEAST <= shape[dim] <= most:
                         raise CaptureError(
                             f"sizes= says that dimension {dim} of {name!r} has 2 to {most} elements, and its shape is {tuple(shape)}",
                             code="argument",
                         )
-                    dims.setdefault(place, {})[dim] = (most, shape[dim])
+                    dims.setdefault(place, {})[dim] = _Seen(None, most, shape[dim])
         try:
-            found = self._captured(capture, before, [before], dims, call, is_given=True)
+            found = self._captured(capture, before, [before], changes, dims, call, is_given=True)
             if found.arguments.sizes is not None:
                 return found
             reason = "it goes another way if sizes may change"
@@ -180,7 +189,8 @@ class Ranges:
         capture: Callable[..., CapturedStep],
         before: CapturedStep,
         known: Sequence[CapturedStep],
-        dims: dict[int, dict[int, tuple[Any, int]]],
+        changes: Mapping[int, Change],
+        dims: Mapping[int, Mapping[int, _Seen]],
         call: StepCall,
         *,
         is_given: bool = False,
@@ -189,27 +199,37 @@ class Ranges:
         ordinary capture of this call.
         """
         leaves = call.taken(before.arguments.taker).leaves
-        names: dict[tuple[Any, int], str] = {}
-        seen: dict[str, int] = {}
-        earlier: dict[str, int] = {}
-        for place, found in dims.items():
-            for dim, pair in found.items():
-                name = names.setdefault(pair, f"s{len(names)}")
-                earlier[name] = before.arguments.size(place, dim)
-                seen[name] = max(earlier[name], pair[1])
-                if is_given:
-                    seen[name] = pair[0]
-        values = {name: now for (_, now), name in names.items()}
-        most = {name: size if is_given else _RANGE * size for name, size in seen.items()}
+        of = _named(dims)
+        values: dict[str, int] = {}
+        seen, earlier, most, floors = dict(values), dict(values), dict(values), dict(values)
+        for place, names in of.items():
+            for dim, (name, more) in names.items():
+                if name in values:
+                    continue
+                size = dims[place][dim]
+                values[name] = size.now - more
+                earlier[name] = before.arguments.size(place, dim) - more
+                seen[name] = size.before - more if is_given else max(earlier[name], values[name])
+                most[name] = seen[name] if is_given else _RANGE * seen[name]
+                if dim == OFFSET:
+                    floors[name] = SHIFT
+                    most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
         least = Symbols.LEAST
         for _ in range(_MOST_NARROWED):
-            symbols = Symbols(values, most, least)
+            symbols = Symbols(values, most, least, floors)
             of_place = {
-                place: {dim: symbols.symbols[names[pair]] for dim, pair in found.items()}
-                for place, found in dims.items()
+                place: {
+                    dim: symbols.symbols[name].add(symbols.constant(more))
+                    for dim, (name, more) in of.get(place, {}).items()
+                }
+                for place in changes
+            }
+            layouts = {
+                place: change.layout(symbols, of_place[place]) for place, change in changes.items()
             }
             sized = SizedKernels(
-                symbols, {id(leaves[place]): (leaves[place], of) for place, of in of_place.items()}
+                symbols,
+                {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
             )
             try:
                 step = capture(sized=sized)
@@ -217,18 +237,20 @@ class Ranges:
                 if symbols.refused is None:
                     raise
             if symbols.refused is None:
-                shapes = {place: tuple(leaves[place].shape) for place in of_place}
-                sizes = ArgumentSizes(symbols, of_place, shapes, least=least)
+                sizes = ArgumentSizes(symbols, of_place, layouts, least=least)
                 if not any(_is_same_step(step, one, sizes) for one in known):
                     # The earlier ones may be on another side of a condition.
                     here = capture()
                     if not _is_same_step(step, here, sizes):
                         return here
                 step.arguments.sizes = sizes
+                if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
+                    raise OneLength("it writes to an argument that is a part of another tensor")
                 if is_given:
                     return self.enlarged(step, tuple(seen.values()))
                 before_now = tuple(earlier.values())
-                sizes.corners = (before_now,) if sizes.admits(before_now) else ()
+                if sizes.admits(before_now):
+                    sizes.corners = (sizes.anywhere(before_now),)
                 return self.enlarged(step, tuple(values.values()))
             if not isinstance(symbols.refused, Narrower):
                 raise symbols.refused
@@ -245,9 +267,9 @@ class Ranges:
         assert sizes is not None, "it holds for a range"
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
-        known = sizes.corners
+        known, values = sizes.corners, sizes.anywhere(values)
         if not any(is_within(values, corner) for corner in known):
-            new = tuple(values)
+            new = values
             if not self._has_limit and not self._given:
                 # Pages of the CPU's memory that nobody touches are never taken.
                 room = 2.0 if variant.device.type == "cpu" else 1.25
@@ -264,9 +286,10 @@ class Ranges:
         other size by chance, so that what is equal there is equal everywhere.
         """
         before = sizes.largest() or (0,) * len(values)
-        grown = [value > most for value, most in zip(values, before, strict=True)]
-        grown = grown if any(grown) else [True] * len(values)
-        by = room ** (1 / sum(grown))
+        are_sizes = [place[1] != OFFSET for place in sizes.first_places]
+        grown = list(map(operator.gt, values, before))
+        grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
+        by = room ** (1 / max(sum(grown), 1))
         wanted = [int(by * value) for value in values]
         for larger in (map(prime_from, wanted), wanted):
             found = tuple(
@@ -286,8 +309,10 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
     """
     try:
         of_before = {
-            name: before.arguments.size(place, dim)
-            for name, (place, dim) in zip(sizes.symbols.names, sizes.first_places, strict=True)
+            name: before.arguments.size(place, dim) - more
+            for name, (place, dim, more) in zip(
+                sizes.symbols.names, sizes.first_places, strict=True
+            )
         }
     except (AttributeError, IndexError):  # other arguments
         return False
@@ -302,6 +327,25 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
             if any(_elsewhere(mine)) or not _is_same(at(mine, of_before), expected):
                 return False
     return bool(both)
+
+
+def _writes_to_parts(variant: Variant | None, sizes: ArgumentSizes) -> bool:
+    """Whether a step writes to an argument that is a part of a tensor. Autograd would follow that
+    to other parts, and symbols are not followed there.
+    """
+    if variant is None:
+        return False
+    program = variant.as_written
+    slots = [
+        slot
+        for reference, slot in program.referenced
+        if isinstance(reference, ArgumentReference) and reference.index in sizes.layouts
+    ]
+    written, storages = program.written(), list(map(program.storage_of, slots))
+    return any(
+        storage in written and (storages.count(storage) > 1 or not program.covers(slot))
+        for slot, storage in zip(slots, storages, strict=True)
+    )
 
 
 def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.device) -> bool:
@@ -336,21 +380,51 @@ def _parameters(train_step: Callable[..., Any]) -> dict[str, int]:
     return {name: place for place, name in enumerate(names)}
 
 
-def _dims(before: CapturedStep, call: StepCall) -> dict[int, dict[int, tuple[Any, int]]]:
-    """For each of a call's arguments, the dimensions that are to follow from symbols, each with its
-    size, or its symbol, in an earlier capture, and its size here. Empty if none does.
+class _Seen(NamedTuple):
+    """A size of an argument that is to follow from a symbol."""
+
+    earlier: Expression | None
+    """What it is in an earlier capture that holds for many sizes; None if it is a number there."""
+    before: int
+    now: int
+
+
+def _dims(before: CapturedStep, changes: Mapping[int, Change]) -> dict[int, dict[int, _Seen]]:
+    """The dimensions of a call's arguments that are to follow from symbols."""
+    sizes, found = before.arguments.sizes, dict[int, dict[int, _Seen]]()
+    for place, change in changes.items():
+        known: Mapping[int, Expression] = {} if sizes is None else sizes.dims.get(place, {})
+        dims = [OFFSET] if OFFSET in known or change.moves() else []
+        for dim in (*range(len(change.now.shape)), *dims):
+            size = _Seen(known.get(dim), before.arguments.size(place, dim), change.now.size(dim))
+            if dim == OFFSET or size.earlier is not None or size.before != size.now:
+                found.setdefault(place, {})[dim] = size
+    return found
+
+
+def _named(
+    dims: Mapping[int, Mapping[int, _Seen]],
+) -> dict[int, dict[int, tuple[str, int]]]:
+    """The symbol of each size, and by how much the size is larger. Sizes of one dimension that
+    differ by as much as in the earlier capture follow from one symbol.
     """
-    changed = before.arguments.changed_sizes(call)
-    sizes = before.arguments.sizes
-    if sizes is None or not changed:
-        return dict(changed)
-    leaves = call.taken(before.arguments.taker).leaves
-    found: dict[int, dict[int, tuple[Any, int]]] = {}
-    for place in {**sizes.dims, **changed}:
-        of: dict[int, tuple[Any, int]] = {**changed.get(place, {})}
-        for dim, symbol in sizes.dims.get(place, {}).items():
-            of[dim] = (symbol, leaves[place].shape[dim])
-        found[place] = of
+    names: dict[Any, str] = {}
+    first: dict[str, int] = {}
+    found: dict[int, dict[int, tuple[str, int]]] = {place: {} for place in dims}
+    for size, place, dim in sorted(
+        ((size, place, dim) for place, sizes in dims.items() for dim, size in sizes.items()),
+        key=lambda one: one[0].now,
+    ):
+        same: tuple[Any, int] = size.before, size.now
+        alike: tuple[Any, int] = dim, size.now - size.before
+        if size.earlier is not None:
+            symbol, more = parted(size.earlier)
+            same = alike = symbol, size.now - more
+        name = names.get(same) or names.get(alike) or f"s{len(first)}"
+        for key in (same, alike):
+            names.setdefault(key, name)
+        base = first.setdefault(name, size.now)
+        found[place][dim] = name, size.now - base
     return found
 
 

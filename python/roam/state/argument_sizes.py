@@ -1,18 +1,28 @@
-"""Which sizes of a call's arguments follow from symbols, and for which values a capture holds."""
+"""Which sizes of a call's arguments follow from symbols, and for which values a capture holds.
+
+An argument may be a part of a larger tensor. How it lies there follows from its own sizes and from
+how much of the larger tensor it leaves out; where it begins may be a symbol, too.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from roam.state.equality import Misfit
-from roam.state.sizes import Expression, Symbols
+from roam.state.sizes import Evaluator, Expression, OneLength, Symbols, expressions_in, number
 from roam.torch_compat.private import FakeTensor
+
+OFFSET: Final = -1
+"""Stands for a dimension where a symbol is an argument's storage offset."""
+SHIFT: Final = 64
+"""How much larger such a symbol is than the offset: ranges begin at 2, or at 32, and offsets at
+0."""
 
 
 class Larger(Misfit):
@@ -21,14 +31,151 @@ class Larger(Misfit):
     values: tuple[int, ...]
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory; numbers may be expressions."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    size_bytes: Any
+    """Of its storage."""
+
+    def numbers(self) -> Iterator[Any]:
+        yield from self.shape
+        yield from self.stride
+        yield self.offset
+        yield self.size_bytes
+
+    def mapped(self, new: Callable[[Any], Any]) -> Layout:
+        """With `new` of each number."""
+        return Layout(
+            tuple(map(new, self.shape)),
+            tuple(map(new, self.stride)),
+            new(self.offset),
+            new(self.size_bytes),
+        )
+
+    def at(self, place: int) -> Layout:
+        """At one of the symbols' points."""
+        return self.mapped(lambda one: one.values[place] if isinstance(one, Expression) else one)
+
+    def recorded(self) -> Layout:
+        """As a program has it."""
+        return self.mapped(lambda one: number(one) if isinstance(one, Expression) else one)
+
+    def size(self, dim: int) -> int:
+        """A size; for `OFFSET`, what its symbol is."""
+        return int(self.offset + SHIFT if dim == OFFSET else self.shape[dim])
+
+
+def lies(tensor: torch.Tensor) -> Layout | None:
+    """How a tensor lies in memory; None if it has none of its own."""
+    try:
+        size_bytes = tensor.untyped_storage().nbytes()
+        return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), size_bytes)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How an argument lies in a call, and in an earlier one.
+
+    Attributes:
+        before: None if there is no earlier one.
+        itemsize: the bytes of an element.
+    """
+
+    before: Layout | None
+    now: Layout
+    itemsize: int
+
+    def _both(self) -> list[Layout]:
+        return [self.now] if self.before is None else [self.before, self.now]
+
+    def moves(self) -> bool:
+        """Whether it lies elsewhere in its storage, as its sizes do not say."""
+        is_told = len({_places(layout) for layout in self._both()}) == 1
+        return not is_told and len({layout.offset for layout in self._both()}) > 1
+
+    def layout(self, symbols: Symbols, dims: Mapping[int, Expression]) -> Layout:
+        """How it lies at all values of the symbols, as far as these calls tell.
+
+        Args:
+            dims: the expressions of its sizes, where they follow from symbols; see `ArgumentSizes`.
+
+        Raises:
+            OneLength: nobody knows.
+        """
+        constant, order = symbols.constant, _order(self.now)
+        shape = [symbols.of(dims.get(dim, size)) for dim, size in enumerate(self.now.shape)]
+        strides = list(map(constant, self.now.stride))
+        if self.before is not None and _order(self.before) != order:
+            raise OneLength("the dimensions of an argument lie in another order")
+        # What holds one another, from inside out: an element, a row, ..., the storage.
+        steps = [
+            [*(layout.stride[dim] for dim in reversed(order)), layout.size_bytes / self.itemsize]
+            for layout in self._both()
+        ]
+        found, follows = list[Expression](), False
+        for level, values in enumerate(zip(*steps, strict=True)):
+            is_fixed, left_out = len(set(values)) == 1, set[float]()
+            if level > 0:
+                dim = order[-level]
+                follows = follows or dim in dims
+                left_out = {
+                    step[level] / step[level - 1] - layout.shape[dim]
+                    for step, layout in zip(steps, self._both(), strict=True)
+                }
+            if follows and len(left_out) == 1 and (more := left_out.pop()).is_integer():
+                found.append(found[-1].mul(shape[dim].add(constant(int(more)))))
+            elif is_fixed and float(values[0]).is_integer():
+                found.append(constant(int(values[0])))
+            else:
+                raise OneLength(
+                    "how an argument lies in its storage does not follow from its sizes"
+                )
+        for dim, step in zip(reversed(order), found, strict=False):
+            strides[dim] = step
+        if OFFSET in dims:
+            offset = dims[OFFSET].sub(constant(SHIFT))
+        else:
+            *counts, rest = _places(self.now)
+            offset = constant(rest)
+            for dim, count in zip(order, counts, strict=True):
+                offset = offset.add(strides[dim].mul(constant(count)))
+        layout = Layout(
+            tuple(shape), tuple(strides), offset, found[-1].mul(constant(self.itemsize))
+        )
+        return layout.mapped(lambda one: one.args[0] if one.op == "constant" else one)
+
+
+def _order(layout: Layout) -> list[int]:
+    """The dimensions from outside in, without those whose elements are one and the same."""
+    dims = (dim for dim, step in enumerate(layout.stride) if step)
+    return sorted(dims, key=lambda dim: -layout.stride[dim])
+
+
+def _places(layout: Layout) -> tuple[int, ...]:
+    """Where a tensor begins in its storage: how many steps of each dimension, from outside in, and
+    how many elements are left.
+    """
+    found, rest = [], layout.offset
+    for dim in _order(layout):
+        count, rest = divmod(rest, layout.stride[dim])
+        found.append(count)
+    return (*found, rest)
+
+
 @dataclass(slots=True)
 class ArgumentSizes:
     """What a capture that holds for a range of sizes expects of them.
 
     Attributes:
         symbols: those of the capture.
-        dims: for each of the flattened arguments with such sizes, the symbol of each dimension.
-        shapes: those of these arguments at capture.
+        dims: for each of the flattened arguments with such sizes, the symbol of each dimension, or
+            the symbol and a number; for `OFFSET`, that of its storage offset.
+        layouts: how these arguments lie.
         least: the values of the symbols from which on the plan holds.
         corners: it holds up to each of these, one value for each symbol.
         excluded: values for which a run has found that it does not.
@@ -36,19 +183,26 @@ class ArgumentSizes:
 
     symbols: Symbols
     dims: Mapping[int, Mapping[int, Expression]]
-    shapes: Mapping[int, tuple[int, ...]]
+    layouts: Mapping[int, Layout]
     corners: tuple[tuple[int, ...], ...] = ()
     least: int = Symbols.LEAST
     excluded: set[tuple[int, ...]] = field(default_factory=set)
-    first_places: list[tuple[int, int]] = field(init=False)
-    """For each symbol an argument, by its place, and a dimension of it that has this size."""
+    first_places: list[tuple[int, int, int]] = field(init=False)
+    """For each symbol an argument, by its place, a dimension of it, and by how much the size is
+    larger than the symbol."""
+    _layouts_at: Callable[[tuple[int, ...]], list[Layout]] = field(init=False)
 
     def __post_init__(self) -> None:
-        first: dict[Expression, tuple[int, int]] = {}
+        first: dict[Expression, tuple[int, int, int]] = {}
         for place, dims in self.dims.items():
-            for dim, symbol in dims.items():
-                first.setdefault(symbol, (place, dim))
+            for dim, size in dims.items():
+                symbol, more = parted(size)
+                first.setdefault(symbol, (place, dim, more))
         self.first_places = [first[symbol] for symbol in self.symbols.symbols.values()]
+        recorded = [tuple(layout.recorded()) for layout in self.layouts.values()]
+        evaluator = Evaluator(expressions_in(recorded), self.symbols.names)
+        nests = evaluator.nests(recorded)
+        self._layouts_at = lambda values: nests(evaluator.values(*values))
 
     def captured(self) -> dict[str, int]:
         """The values of the symbols in the call that was captured."""
@@ -56,7 +210,23 @@ class ArgumentSizes:
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Of the symbols in a call with these flattened arguments, which fit `failure`."""
-        return tuple([leaves[place].shape[dim] for place, dim in self.first_places])
+        return tuple(
+            [
+                (
+                    leaves[place].storage_offset() + SHIFT
+                    if dim == OFFSET
+                    else leaves[place].shape[dim]
+                )
+                - more
+                for place, dim, more in self.first_places
+            ]
+        )
+
+    def anywhere(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Values with the largest storage offsets, which no memory depends on."""
+        most = self.symbols.most.values()
+        places = zip(values, most, self.first_places, strict=True)
+        return tuple([end if dim == OFFSET else value for value, end, (_, dim, _) in places])
 
     def largest(self) -> tuple[int, ...]:
         """Of each symbol, the largest value that a corner has."""
@@ -68,14 +238,6 @@ class ArgumentSizes:
             is_within(values, tuple(self.symbols.most.values()))
             and min(values) >= self.least
             and self.symbols.hold(values)
-        )
-
-    def shape(self, place: int, values: Sequence[int]) -> tuple[int, ...]:
-        """What the shape of an argument has to be."""
-        of = dict(zip(self.symbols.symbols.values(), values, strict=True))
-        dims = self.dims[place]
-        return tuple(
-            of[dims[dim]] if dim in dims else size for dim, size in enumerate(self.shapes[place])
         )
 
     def failure(self, leaves: Sequence[Any]) -> Misfit | None:
@@ -91,10 +253,10 @@ class ArgumentSizes:
                 return Misfit(
                     f"the size {value} is beyond those of the plan for many sizes, {self.least} to {most}"
                 )
-        for place in self.dims:
-            tensor = leaves[place]
-            if tuple(tensor.shape) != self.shape(place, values) or not is_whole(tensor):
-                return Misfit("the plan for many sizes is for arguments of other shapes")
+        if list(map(lies, map(leaves.__getitem__, self.layouts))) != self._layouts_at(values):
+            return Misfit(
+                "the plan for many sizes is for arguments of other shapes, or that lie otherwise"
+            )
         if not self.symbols.hold(values):
             return Misfit(
                 "a condition on the sizes of the arguments, on which the capture relies, does not hold"
@@ -111,14 +273,10 @@ def is_within(values: Sequence[int], most: Sequence[int]) -> bool:
     return all(map(operator.le, values, most))
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after another, with all of its storage for themselves."""
-    return bool(
-        tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and tensor.storage_offset() == 0
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    )
+def parted(size: Expression) -> tuple[Expression, int]:
+    """The symbol and the number whose sum an argument's size is."""
+    (symbol,) = size.atoms()
+    return symbol, size.terms.get((), 0)
 
 
 def may_have_symbols(tensor: torch.Tensor) -> bool:
@@ -126,8 +284,8 @@ def may_have_symbols(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and not isinstance(tensor, FakeTensor)
+        and tensor.layout is torch.strided
         and tensor.grad_fn is None
         and tensor.grad is None
         and not tensor.requires_grad
-        and is_whole(tensor)
     )

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
 import torch
 
-from roam.state.argument_sizes import ArgumentSizes, may_have_symbols
+from roam.state.argument_sizes import OFFSET, ArgumentSizes, Change, lies, may_have_symbols, parted
 from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
@@ -708,11 +708,11 @@ class ArgGuard:
         if sizes is None or place not in sizes.dims:
             return str(shape)
         most = dict(zip(sizes.symbols.symbols.values(), sizes.largest(), strict=True))
-        symbols = sizes.dims[place]
-        shown = [
-            f"{sizes.least}..{most[symbols[dim]]}" if dim in symbols else str(size)
-            for dim, size in enumerate(shape)
-        ]
+        shown = list(map(str, shape))
+        for dim, size in sizes.dims[place].items():
+            symbol, more = parted(size)
+            if dim != OFFSET:
+                shown[dim] = f"{sizes.least + more}..{most[symbol] + more}"
         return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def described(self) -> list[tuple[str, Literal["tensor", "value", "object"]]]:
@@ -785,38 +785,59 @@ class ArgGuard:
         ]
 
     def size(self, place: int, dim: int) -> int:
-        """A dimension of one of the flattened arguments at capture."""
+        """A dimension of one of the flattened arguments at capture, as `Layout.size` has it."""
         expected: Any = self._leaves[place][1]
-        return int(expected.metadata[2][dim])
+        return int(expected.layout.size(dim))
 
-    def changed_sizes(self, call: StepCall) -> dict[int, dict[int, tuple[int, int]]]:
-        """For each of a call's flattened arguments that differs from the captured call's in sizes
-        alone, the dimensions that differ, each with its size there and here. Empty if anything
-        else of the arguments' metadata differs, or a size may be no symbol.
+    def changes(self, call: StepCall) -> dict[int, Change]:
+        """Those of a call's flattened arguments that lie otherwise than the captured call's, or may
+        do so, and those that share memory with them. Empty if anything else of the arguments'
+        metadata differs, nothing does, or a size may be no symbol.
         """
         taken = call.taken(self.taker)
-        if taken.spec != self._spec:
+        if taken.spec != self._spec or self._alias(taken.leaves) != self._aliasing:
             return {}
-        found = {}
-        for place, ((_, expected), value) in enumerate(
-            zip(self._leaves, taken.leaves, strict=True)
-        ):
-            if not isinstance(expected, _Leaf):
-                continue
+        tensors = [
+            (place, expected, value)
+            for place, ((_, expected), value) in enumerate(
+                zip(self._leaves, taken.leaves, strict=True)
+            )
+            if isinstance(expected, _Leaf)
+        ]
+        found, storages, has_changed = dict[int, Change](), set[tuple[int, int]](), False
+        memory = list(zip(*self._aliasing[:2], strict=True))
+        for (place, expected, value), storage in zip(tensors, memory, strict=True):
             if not issubclass(type(value), torch.Tensor):
                 return {}
-            if metadata_of(value) == expected.metadata:
+            is_same = metadata_of(value) == expected.metadata
+            has_changed = has_changed or not is_same
+            if is_same and (self.sizes is None or place not in self.sizes.layouts):
                 continue
-            if not expected.is_resized(value) or not may_have_symbols(value):
+            if not expected.is_resized(value) or any(
+                before != now and now < Symbols.LEAST
+                for before, now in zip(expected.metadata[2], value.shape, strict=True)
+            ):
                 return {}
-            before = expected.metadata[2]
-            found[place] = {
-                dim: sizes
-                for dim, sizes in enumerate(zip(before, value.shape, strict=True))
-                if sizes[0] != sizes[1]
-            }
-        sizes = (size for dims in found.values() for pair in dims.values() for size in pair)
-        return found if all(size >= Symbols.LEAST for size in sizes) else {}
+            storages.add(storage)
+        for (place, expected, value), storage in zip(tensors, memory, strict=True):
+            if has_changed and storage in storages:
+                now = lies(value)
+                if storage[1] >= 0 or not may_have_symbols(value) or now is None:
+                    return {}
+                found[place] = Change(expected.layout, now, value.itemsize)
+        return found
+
+    def sharing(self, place: int, leaves: Sequence[Any]) -> dict[int, Change]:
+        """One of the captured call's flattened arguments and those that share memory with it."""
+        tensors = [
+            at for at, (_, expected) in enumerate(self._leaves) if isinstance(expected, _Leaf)
+        ]
+        storages = dict(zip(tensors, self._aliasing[0], strict=True))
+        return {
+            at: Change(None, now, leaves[at].itemsize)
+            for at in tensors
+            if storages[at] == storages[place] and (now := lies(leaves[at])) is not None
+        }
 
     def _held_by_state(self, taken: Taken, arguments: Any) -> tuple[list[int], list[int]]:
         """Which of the objects and containers that are taken apart the state holds too, and where,
@@ -861,19 +882,18 @@ def _keys_in(spec: Any) -> tuple[Any, ...]:
 class _Leaf:
     """What is expected of a tensor among the arguments."""
 
-    __slots__ = ("gradient", "is_received", "metadata")
+    __slots__ = ("gradient", "is_received", "layout", "metadata")
 
     def __init__(self, tensor: torch.Tensor, is_received: bool) -> None:
         self.metadata = metadata_of(tensor)
+        self.layout = lies(tensor)
         self.gradient = _gradient(tensor)
         self.is_received = is_received
 
     def is_resized(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has these metadata except for sizes, and strides that follow from
-        them.
-        """
+        """Whether a tensor has these metadata except for sizes, strides and where it begins."""
         before, now = self.metadata, metadata_of(tensor)
-        return len(before[2]) == len(now[2]) and (*before[:2], *before[4:]) == (*now[:2], *now[4:])
+        return len(before[2]) == len(now[2]) and (*before[:2], *before[5:]) == (*now[:2], *now[5:])
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from roam.state.equality import is_numpy_float
+from roam.state.sizes import calculated, is_size
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import VF
 
@@ -467,7 +468,11 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
             has_live = (
                 len(args) > int(function in (max, min)) and not kwargs and any(map(is_live, args))
             )
-            return trace.scalar_call(function, args) if has_live else function(*args, **kwargs)
+            if has_live:
+                return trace.scalar_call(function, args)
+            if function in MATH.values() and any(map(is_size, args)):
+                return calculated(function, args)
+            return function(*args, **kwargs)
 
         return call
 

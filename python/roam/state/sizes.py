@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any, Final, NoReturn, cast
 
+import torch
+
 from roam.state.unread_texts import is_unread
 
 _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
@@ -26,17 +28,18 @@ _TEXTS: Final[dict[str, str]] = {
     "floordiv": "({} // {})", "mod": "({} % {})",
     "truediv": "({} / {})", "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})",
     "pow": "({} ** {})", "neg": "(-{})", "float": "float({})", "sqrt": "math.sqrt({})",
-    "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})",
+    "round": "round({})", "ceil": "math.ceil({})", "floor": "math.floor({})", "trunc": "math.trunc({})",
     "not": "(not {})", "and": "({} and {})", "or": "({} or {})",
     **{name: f"({{}} {sign} {{}})" for name, (sign, _) in _COMPARISONS.items()},
 }  # fmt: skip
-"""How operators are written in Python."""
+"""How operators are written in Python; functions of `math` are so, too."""
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{name: function for name, (_, function) in _COMPARISONS.items()},
     **{name: getattr(operator, name) for name in ("floordiv", "mod", "truediv", "add", "sub", "mul", "pow", "neg")},
-    "float": float, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "not": operator.not_,
+    "float": float, "sqrt": math.sqrt, "round": round, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "not": operator.not_,
     "and": lambda one, other: one and other, "or": lambda one, other: one or other,
 }  # fmt: skip
+_CARRIERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Monomial = tuple["Expression", ...]
 Text = str
 """`Expression` has a method of the name `str`, for which PyTorch asks."""
@@ -67,6 +70,8 @@ class Symbols:
         values: of each symbol, in the call that is captured.
         most: the largest value of each symbol for which the capture may hold.
         least: the smallest. It is 2 or more, since PyTorch treats 0 and 1 in ways of their own.
+        floors: a larger smallest value of some of them, up to which `least` may be raised without a
+            difference.
 
     Attributes:
         points: values of the symbols, first those of the call, at which kernels are asked for the
@@ -78,12 +83,17 @@ class Symbols:
     LEAST = 2
 
     def __init__(
-        self, values: Mapping[str, int], most: Mapping[str, int], least: int = LEAST
+        self,
+        values: Mapping[str, int],
+        most: Mapping[str, int],
+        least: int = LEAST,
+        floors: Mapping[str, int] | None = None,
     ) -> None:
         self.most = dict(most)
         self.least = least
         self.names = list(values)
-        self.points = _points(values, most, least)
+        self._floors = {name: max(least, (floors or {}).get(name, 0)) for name in values}
+        self.points = _points(values, most, self._floors)
         self.conditions: dict[Expression, bool] = {}
         self.refused: OneLength | None = None
         """Why what is recorded holds for one length only, if it does."""
@@ -98,7 +108,9 @@ class Symbols:
 
     def _symbol(self, name: str) -> Expression:
         values = tuple(point[name] for point in self.points)
-        made = Expression(self, "i", "symbol", (name,), values, (self.least, self.most[name]))
+        made = Expression(
+            self, "i", "symbol", (name,), values, (self._floors[name], self.most[name])
+        )
         made.terms = {(made,): 1}
         self._order[made] = len(self._order)
         self._register(made)
@@ -136,6 +148,21 @@ class Symbols:
             strides.append(elements)
             elements = elements.mul(self.of(size))
         return strides[::-1], elements
+
+    def note_extent(
+        self,
+        shape: Iterable[Any],
+        stride: Iterable[Any],
+        start: Any,
+        itemsize: int,
+        size_bytes: Any,
+    ) -> None:
+        """Notes that a tensor with this layout lies within its storage, whatever the values."""
+        last, one = self.of(start), self.constant(1)
+        for size, step in zip(shape, stride, strict=True):
+            last = last.add(self.of(size).sub(one).mul(self.of(step)))
+        extent = last.add(one).mul(self.constant(itemsize))
+        self._known["gt", extent, self.of(size_bytes)] = self.constant(False)
 
     def constant(self, value: Any) -> Expression:
         """A number that is the same everywhere."""
@@ -182,7 +209,7 @@ class Symbols:
         key = (op, *args)
         found = self._known.get(key)
         if found is None:
-            function = _FUNCTIONS[op]
+            function = _FUNCTIONS.get(op) or getattr(math, op.removeprefix("math."))
             values = tuple(
                 _applied(function, [arg.values[place] for arg in args])
                 for place in range(len(self.points))
@@ -264,6 +291,8 @@ class Symbols:
             return self.hold([*{**values, name: size}.values()])
 
         for name, value in values.items():
+            if self._floors[name] > self.least:
+                continue
             low = value
             while low > least and hold(name, low - 1):
                 low -= 1
@@ -354,7 +383,9 @@ class Expression:
             return f"({text})" if text.startswith("-") else text  # it may be a power's base
         if self.op == "polynomial":
             return f"({' + '.join(map(_monomial_text, self.terms.items()))})"
-        return _TEXTS[self.op].format(*(arg.text() for arg in self.args))
+        args = [arg.text() for arg in self.args]
+        text = _TEXTS.get(self.op)
+        return f"{self.op}({', '.join(args)})" if text is None else text.format(*args)
 
     def atoms(self) -> set[Expression]:
         """The symbols that it follows from."""
@@ -455,9 +486,11 @@ class Expression:
         return self.known() is True
 
     def str(self) -> Any:
-        return repr(self.value) if is_unread() else self.guard_int()
+        """C++ asks for messages of errors, which it makes before it knows whether there is one."""
+        return repr(self.value)
 
-    _graph_repr = str
+    def _graph_repr(self) -> Any:
+        return repr(self.value) if is_unread() else self.guard_int()
 
     # -- arithmetic
 
@@ -572,6 +605,11 @@ class Expression:
             # PyTorch makes `a // b` the floor of `a / b`, which is larger if that was rounded up.
             floored.eq(self.symbols.atom("floordiv", self.args, "f")).guard_bool()
         return floored
+
+    def round(self, digits: int | None = None) -> Expression:
+        if digits is not None:
+            self.guard_int()
+        return self if self.kind == "i" else self._atom("round")
 
     def trunc(self) -> Expression:
         return self if self.kind == "i" else self._atom("trunc")
@@ -748,19 +786,21 @@ def _monomial_text(term: tuple[Monomial, int]) -> str:
     return " * ".join([repr(factor), *shown] if factor != 1 or not atoms else shown)
 
 
-def _points(values: Mapping[str, int], most: Mapping[str, int], least: int) -> list[dict[str, int]]:
+def _points(
+    values: Mapping[str, int], most: Mapping[str, int], least: Mapping[str, int]
+) -> list[dict[str, int]]:
     """The call's values, both ends of the range, and as many between as a polynomial of degree 2
     needs, with two to spare. They have no common divisors, so no two sizes are equal by chance.
     """
     count = len(values)
     wanted = (count + 1) * (count + 2) // 2 + 3
-    points = [dict(values), dict.fromkeys(values, least), dict(most)]
+    points = [dict(values), dict(least), dict(most)]
     for turn in range(wanted - len(points)):
         point = {}
         for place, (name, value) in enumerate(values.items()):
             # Small enough to be made of zeros, and of both parities.
             start = 5 + (7 * turn * (place + 1) + 11 * place) % max(min(value, most[name]) - 5, 7)
-            point[name] = min(max(prime_from(start + turn), least + 1 + turn), most[name])
+            point[name] = min(max(prime_from(start + turn), least[name] + 1 + turn), most[name])
         points.append(point)
     for one, name in enumerate(values):  # ends apart from one another
         points.append({**values, name: most[name]} if one % 2 else {**most, name: values[name]})
@@ -813,6 +853,25 @@ class SizedFloat(float):
         made = float.__new__(cls, value)
         made.expression = expression
         return made
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value that the step's code has follows from symbols."""
+    return type(value) in _CARRIERS and isinstance(value.node, Expression)
+
+
+def calculated(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What a function of `math`, `float` or `int` gives for numbers of which some follow from
+    symbols.
+    """
+    symbols = next(arg.node.symbols for arg in args if is_size(arg))
+    operands = [symbols.of(arg) for arg in args]
+    if function is int:
+        return torch.SymInt(operands[0].trunc())
+    if function is float:
+        return torch.SymFloat(operands[0].sym_float())
+    function(*(operand.value for operand in operands))  # raises what it does for these
+    return torch.SymFloat(symbols.atom(f"math.{function.__name__}", tuple(operands), "f"))
 
 
 def number(expression: Expression) -> Any:

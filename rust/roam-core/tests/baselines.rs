@@ -1,7 +1,7 @@
 //! Orders and layouts that the planner is compared with: valid on any graph, and what their rules
 //! say on cases worked out by hand.
 
-use crate::common::random_graph;
+use crate::common::{random_graph, swept};
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
 };
@@ -14,7 +14,7 @@ const ALLOCATORS: [&str; 2] = ["caching_allocator", "caching_allocator_expandabl
 #[test]
 fn every_order_is_valid_and_no_layout_takes_less_than_is_live() {
     let mut random = Random::new(31);
-    for round in 0..50 {
+    for round in 0..swept(50) {
         let graph = random_graph(&mut random, if round % 10 == 0 { 40 } else { 10 });
         for reuse in [false, true] {
             let prepared = Prepared::new(&graph, reuse);

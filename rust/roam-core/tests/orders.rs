@@ -1,6 +1,6 @@
 //! Exact orders: what brute force finds, proved.
 
-use crate::common::{SETTINGS, best_by_brute_force, random_graph};
+use crate::common::{SETTINGS, best_by_brute_force, random_graph, swept};
 use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, Tensor, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::rng::Random;
@@ -30,7 +30,7 @@ fn exact_orders_are_the_best_there_are() {
 #[test]
 fn what_is_proved_holds_for_every_order() {
     let mut random = Random::new(22);
-    for _ in 0..300 {
+    for _ in 0..swept(300) {
         let graph = random_graph(&mut random, 40);
         for reuse in [false, true] {
             let prepared = Prepared::new(&graph, reuse);

@@ -1,6 +1,6 @@
 //! Bounds of all schedules with further runs, against complete search of small graphs.
 
-use crate::common::random_graph;
+use crate::common::{random_graph, swept};
 use roam_core::cost::rerun_ns;
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
@@ -372,7 +372,7 @@ fn compare(graphs: impl Iterator<Item = Graph>) -> Compared {
 #[test]
 fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
     let mut random = Random::new(11);
-    let graphs = (0..2000).map(|_| {
+    let graphs = (0..swept(2000)).map(|_| {
         let graph = random_graph(&mut random, 6);
         repeating(&graph, &mut random)
     });
@@ -384,7 +384,7 @@ fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
 #[test]
 fn no_bound_of_a_small_step_is_above_the_best_schedule() {
     let mut random = Random::new(12);
-    let compared = compare((0..1500).map(|_| layered(&mut random)));
+    let compared = compare((0..swept(1500)).map(|_| layered(&mut random)));
     assert!(compared.floors_met * 100 >= compared.floors * 85, "{compared:?}");
     assert!(compared.times_met * 100 >= compared.limits * 75, "{compared:?}");
 }

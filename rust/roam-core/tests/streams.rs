@@ -3,7 +3,7 @@
 
 use crate::common::corruptions::{Corruption, catch_each, pick};
 use crate::common::simulator::execute;
-use crate::common::{SETTINGS, check_streams, random_graph, speed, with_total};
+use crate::common::{SETTINGS, check_streams, random_graph, speed, swept, with_total};
 use roam_core::graph::{Graph, OperatorId, Residency, ReusePair, TensorId};
 use roam_core::optimize::{Control, OptimizeError, optimize};
 use roam_core::plan::{Plan, Schedule, Settings, Status, StreamModel};
@@ -110,7 +110,7 @@ fn speeds_are_met_or_refused() {
 fn threads_change_nothing() {
     let mut random = Random::new(25);
     let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
-    for round in 0..25 {
+    for round in 0..swept(25) {
         let graph = random_graph(&mut random, 80);
         let settings = Settings { streams: 2 + round % 2, ..SETTINGS };
         assert_eq!(planned(&graph, &settings), one.install(|| planned(&graph, &settings)));

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ from roam.capture.fake_kernels import cache
 from roam.capture.fake_kernels.real_layouts import is_sure
 from roam.capture.fake_kernels.tensors import Maker
 from roam.kernels.recurrent import ASKED
+from roam.state.argument_sizes import Layout
 from roam.state.sizes import Expression, Symbols, number, replaced
 from roam.torch_compat.private import (
     BelowAutograd,
@@ -39,40 +40,6 @@ _DIVIDING = {
 """Kernels whose results' sizes may be quotients of those of their arguments."""
 _BY_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output}
 _SIZED = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory; numbers may be expressions."""
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
-    size_bytes: Any
-    """Of its storage."""
-
-    def numbers(self) -> Iterator[Any]:
-        yield from self.shape
-        yield from self.stride
-        yield self.offset
-        yield self.size_bytes
-
-    def at(self, place: int) -> Layout:
-        """At one of the symbols' points."""
-        return Layout(
-            tuple(_at(size, place) for size in self.shape),
-            tuple(_at(step, place) for step in self.stride),
-            _at(self.offset, place),
-            _at(self.size_bytes, place),
-        )
-
-    def recorded(self) -> Layout:
-        """As a program has it."""
-        return Layout(
-            tuple(map(_recorded, self.shape)),
-            tuple(map(_recorded, self.stride)),
-            _recorded(self.offset),
-            _recorded(self.size_bytes),
-        )
 
 
 def layout_of(tensor: Any) -> Layout | None:
@@ -101,15 +68,15 @@ class SizedKernels:
 
     Args:
         symbols: the symbols.
-        arguments: by identity, the tensors among the step's arguments with symbols in their shapes:
-            the tensor, and the expression of each such dimension.
+        arguments: by identity, the tensors among the step's arguments that lie as symbols say: the
+            tensor, and how it lies.
     """
 
-    def __init__(
-        self, symbols: Symbols, arguments: dict[int, tuple[torch.Tensor, dict[int, Expression]]]
-    ) -> None:
+    def __init__(self, symbols: Symbols, arguments: dict[int, tuple[torch.Tensor, Layout]]) -> None:
         self.symbols = symbols
         self._arguments = arguments
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """Those of arguments' fakes, by the storages of their twins."""
         self._results: dict[Any, _Results] = {}
         self._maker = Maker()
         self._kernels: cache.FakeKernels
@@ -118,6 +85,7 @@ class SizedKernels:
     def enter(self, kernels: cache.FakeKernels, mode: FakeTensorMode) -> None:
         """Before a trace in a fake mode."""
         self._kernels, self._mode = kernels, mode
+        self._storages.clear()
 
     def forget_fakes(self) -> None:
         """Lets go of the fake tensors' mode, after a trace."""
@@ -128,15 +96,26 @@ class SizedKernels:
         known = self._arguments.get(id(tensor))
         if known is None:
             return twin
-        symbols, dims = self.symbols, known[1]
-        shape = tuple(dims.get(dim) or size for dim, size in enumerate(tensor.shape))
-        strides, elements = symbols.strides(shape)
+        layout, symbols = known[1], self.symbols
+        strides, elements = symbols.strides(layout.shape)
         size_bytes = elements.mul(symbols.constant(tensor.itemsize))
-        layout = Layout(shape, tuple(map(_plain, strides)), 0, _plain(size_bytes))
-        made = self._outer(twin, layout, None)
+        pointer = c_pointer(twin.untyped_storage())
+        storage = self._storages.get(pointer)
+        if storage is None and Layout(
+            layout.shape, tuple(strides), symbols.constant(0), size_bytes
+        ) != layout.mapped(symbols.of):
+            storage = self._empty(layout)
+        made = self._outer(twin, layout, None, storage)
+        self._storages[pointer] = made.untyped_storage()
         if tensor.requires_grad:
             made.requires_grad = True
         return made
+
+    def _empty(self, layout: Layout) -> torch.UntypedStorage:
+        """A storage of so many bytes."""
+        return torch.empty(
+            _symbolic(layout.size_bytes), dtype=torch.uint8, device="meta"
+        ).untyped_storage()
 
     def concerns(self, given: Any, tensors: Iterable[Any]) -> bool:
         """Whether sizes of a kernel's arguments, or numbers among them, follow from symbols."""
@@ -339,8 +318,14 @@ class SizedKernels:
                 made.append(self._maker.make(self._mode, meta, tensor.fake_device))
         return made
 
-    def _outer(self, twin: FakeTensor, layout: Layout, base: Any) -> FakeTensor:
-        """The fake tensor that the step sees."""
+    def _outer(
+        self,
+        twin: FakeTensor,
+        layout: Layout,
+        base: Any,
+        storage: torch.UntypedStorage | None = None,
+    ) -> FakeTensor:
+        """The fake tensor that the step sees. It lies in the storage of `base`, or in `storage`."""
         shape, stride, offset = (
             tuple(map(_symbolic, layout.shape)),
             tuple(map(_symbolic, layout.stride)),
@@ -350,18 +335,16 @@ class SizedKernels:
             whole = None if base is None else getattr(base, "_roam_meta", None)
             if whole is not None and whole.dtype is twin.dtype:
                 meta = torch.as_strided(whole, shape, stride, offset)
-            elif base is None and layout.offset == 0:
+            elif base is None and storage is None and layout.offset == 0:
                 meta = torch.empty_strided(shape, stride, dtype=twin.dtype, device="meta")
             else:
-                if base is None:
-                    whole = torch.empty(
-                        _symbolic(layout.size_bytes), dtype=torch.uint8, device="meta"
-                    )
-                    storage = whole.untyped_storage()
-                else:
+                if base is not None:
                     storage = base.untyped_storage()
                 meta = torch.empty(0, dtype=twin.dtype, device="meta")
-                meta.set_(storage, offset, shape, stride)
+                self.symbols.note_extent(*layout[:3], twin.dtype.itemsize, layout.size_bytes)
+                meta.set_(
+                    self._empty(layout) if storage is None else storage, offset, shape, stride
+                )
             made = self._maker.make(self._mode, meta, twin.fake_device)
         made._roam_layout = layout  # type: ignore[attr-defined]
         made._roam_twin = twin  # type: ignore[attr-defined]
@@ -379,14 +362,6 @@ def signature(layout: Layout, plain: int) -> tuple[Any, ...]:
 
 def _twin(tensor: Any) -> Any:
     return getattr(tensor, "_roam_twin", tensor)
-
-
-def _at(value: Any, place: int) -> Any:
-    return value.values[place] if isinstance(value, Expression) else value
-
-
-def _recorded(value: Any) -> Any:
-    return number(value) if isinstance(value, Expression) else value
 
 
 def _symbolic(value: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from roam.state.classes import dictionary_of, member_of
 from roam.state.library_code import instructions_of, nested_code
 from roam.state.live_scalars import is_live
+from roam.state.sizes import calculated, is_size
 from roam.state.trace_context import TraceContext
 
 _MARKS_CALLS: Final = sys.version_info >= (3, 11)
@@ -29,12 +30,16 @@ def conversions(trace: TraceContext) -> dict[str, Callable[..., Any]]:
 
     def as_float(*args: Any) -> Any:
         number = _number(*args)
+        if is_size(number):
+            return calculated(float, args)
         if not is_live(number):
             return float(*args)
         return trace.scalar_call(float, (number,))  # which may be a float of NumPy's
 
     def as_int(*args: Any) -> Any:
         number = _number(*args)
+        if is_size(number):
+            return calculated(int, args)
         if not is_live(number):
             return int(*args)
         known = trace.fixed_value(number.node.slot)

@@ -1,6 +1,34 @@
 //! Eviction with knowledge of the future: runs the operators in their order, drops tensors where
 //! the limit asks for it or where they had better be dropped anyway, and makes them again when they
-//! are needed. docs/explanation/theory.md (When operators run again) explains the terms.
+//! are needed.
+//!
+//! Terms:
+//!
+//! - *free, drop*: to give up memory because nothing needs the tensor any more; although it is
+//!   needed again.
+//! - *chain*: the operators that have to run to make a tensor again: its creator, its mutators, and
+//!   the same for inputs that are not alive at a version that serves. A tensor is not dropped if
+//!   its chain is too long, or has an operator that may not run again, or not as late.
+//! - *score*: b^i g^j / t^k times a factor, the *taste*; the *candidate* with the highest is
+//!   dropped first. g is the *gap*, the time until the next use, measured by weights of the places;
+//!   t is the time of the chain; b is the tensor's bytes less those of inputs that have to live
+//!   longer, averaged over the gap.
+//! - *wanted*: a live input of a dropped tensor's chain, at the place of that tensor's next use; it
+//!   counts as a use.
+//! - *replay, hold*: the runs that make a missing input again; what they and the operator use is
+//!   held meanwhile, and dropped only if nothing else makes room for an extra run.
+//! - *pin*: an input of a run whose inputs are all alive is not dropped until the run is over,
+//!   except as the last resort.
+//! - *settle*: after a run, each tensor that it used or made, unless held or pinned, is freed,
+//!   dropped at once (if the policy drops early and the score is high), or becomes a candidate.
+//! - *scrape*: if candidates do not make enough room: look at all live tensors that can be made
+//!   again; for an extra run, drop held ones, those held for the outermost runs first; as the last
+//!   resort the run drops an input whose memory its output takes. If this is not enough, the
+//!   eviction fails.
+//!
+//! An eviction also fails if a dropped tensor cannot be made again because a mutator changed
+//! for good what it is made of. Then a new one begins, which keeps this tensor until the place of
+//! the failure.
 
 use super::model::{Model, NONE, Use};
 use crate::graph::Residency;
