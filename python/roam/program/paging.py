@@ -94,7 +94,9 @@ def pages_of(
         if call.is_check or is_collective(call.target):
             barred |= set(map(program.storage_of, call.refs()))
     rebound = {one.slot for one in program.of(Rebind) if one.joined is None}
-    rebound -= {slot for one in program.effects if not isinstance(one, Rebind) for slot in refs(one.given)}
+    rebound -= {
+        slot for one in program.effects if not isinstance(one, Rebind) for slot in refs(one.given)
+    }
     rebound -= set(refs(program.result.leaves))
     wrapped = {*program.given_layouts, *(reference.path for reference, _ in program.wholes)}
     found = []
@@ -134,9 +136,7 @@ def pages_of(
         moves = len(parts) + changed if storage.creator < 0 else len(parts)
         least = bool(uses) + bool(changed) if storage.creator < 0 else bool(leaves)
         size = storage.size_bytes
-        found.append(
-            Page(slot, size, moves * size, least * size, parts, bool(leaves), reference)
-        )
+        found.append(Page(slot, size, moves * size, least * size, parts, bool(leaves), reference))
     return sorted(found, key=lambda page: page.moved_bytes / page.size_bytes)
 
 
@@ -298,9 +298,7 @@ def with_pages(program: Program, chosen: Iterable[Page], pages: Pages) -> Paged:
         if isinstance(effect, Rebind) and effect.slot in left:
             one = effect.giving(substitute(effect.given, leaving))
         effects.append(one)
-    changed = replace(
-        program, calls=calls, slots=writing.slots, storages=storages, effects=effects
-    )
+    changed = replace(program, calls=calls, slots=writing.slots, storages=storages, effects=effects)
     return Paged(changed, tuple(numbers))
 
 

@@ -134,8 +134,8 @@ class StepMemory:
         transfers_s: seconds that their stores and loads take, by plan.
         transfers_measured_s: seconds that these took in the step that was measured; None as
             `extra_measured_s`.
-        read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what a
-            step reads of tensors that lie in files between their uses, and what it writes there.
+        read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what
+            a step reads of tensors that lie in files between their uses, and what it writes there.
         least_moved_bytes: no plan within the limit reads and writes less of them, if it makes
             no tensor of the step again.
     """
@@ -268,7 +268,9 @@ class StepMemory:
             or "nothing"
             for moved in (self.read_bytes, self.written_bytes)
         )  # fmt: skip
-        least = f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+        least = (
+            f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+        )
         return [f"Of tensors in files a step reads {read} and writes {written}{least}"]
 
     def _of_step(self, seconds: float) -> str:

@@ -144,7 +144,8 @@ class Runner:
         self._paged = [
             (reference.path, place)
             for place, (reference, slot) in enumerate(program.referenced)
-            if program.slots[slot] is not None and program.storages[program.storage_of(slot)].is_paged
+            if program.slots[slot] is not None
+            and program.storages[program.storage_of(slot)].is_paged
         ]
         self._generators = list(_generators(program))
         self._executor = Executor(
