@@ -131,7 +131,7 @@ sweep:
 # How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1
 hard-limit:
-	$(BIN)/python -m pytest tests/test_memory_limit.py -k the_system_may_give
+	$(BIN)/python -m pytest tests/test_memory_limit.py tests/test_paging.py -k the_system_may_give
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

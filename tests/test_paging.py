@@ -6,8 +6,12 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import gc
 import io
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,6 @@ from torch import nn
 import roam
 from roam.program import paging
 from roam.program.pages import Pages, is_movable, is_paged
-from roam.runtime import strategy
 from training import assert_same_bits
 
 WIDTH = 64
@@ -111,9 +114,13 @@ def test_a_step_keeps_within_a_third_of_its_parameters_and_state(name: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_poison_finds_nothing(tmp_path: Path) -> None:
-    step = paged(tmp_path, poison=True, pool=True)
-    assert_same_bits(trained(clipped, perceptron()), trained(step, perceptron()))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STEPS)
+def test_poison_in_a_pool_finds_nothing(name: str, tmp_path: Path) -> None:
+    function, options = STEPS[name]
+    step = paged(tmp_path, function, poison=True, pool=True)
+    expected = trained(function, perceptron(**options))
+    assert_same_bits(expected, trained(step, perceptron(**options)))
 
 
 def averaged(model: Any, average: Any) -> None:
@@ -349,6 +356,22 @@ def test_memory_that_others_have_is_not_moved(tmp_path: Path) -> None:
     assert_same_bits([one.detach() for one in made[0].parameters()], held)
 
 
+def test_a_tensor_that_gets_other_memory_is_moved_again(tmp_path: Path) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    weight = made[0][0].weight
+    weight.data = weight.data.clone()
+    held = weight.detach()
+    before = bits(*made)
+    with pytest.raises(roam.ExecutionError, match=r"0\]\.weight is to lie") as refused:
+        trained(step, made, 1)
+    assert refused.value.code == "offload_shared"
+    assert_same_bits(before, bits(*made))
+    del held
+    trained(step, made, 1)
+    assert is_paged(weight)
+
+
 def test_a_graph_from_before_a_step_knows_that_parameters_have_changed(tmp_path: Path) -> None:
     made, step = perceptron(), paged(tmp_path)
     trained(step, made, 2)
@@ -359,13 +382,12 @@ def test_a_graph_from_before_a_step_knows_that_parameters_have_changed(tmp_path:
 
 
 def test_files_are_gone_with_their_tensors(tmp_path: Path) -> None:
+    gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     made, step = perceptron(), paged(tmp_path)
     trained(step, made, 3)
     assert len(os.listdir("/proc/self/fd")) > descriptors
     del made, step
-    import gc
-
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -377,7 +399,8 @@ def test_a_forked_process_changes_nothing_of_its_parents(
     trained(step, made, 2)
     parents = [one.detach() for one in made[0].parameters()]
     before = [one.clone() for one in parents]
-    monkeypatch.setattr(os, "getpid", lambda pid=os.getpid(): pid + 1)
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)
     del parents
     kept = Pages(tmp_path)
     weight = made[0][0].weight
@@ -386,3 +409,26 @@ def test_a_forked_process_changes_nothing_of_its_parents(
     kept.take_in([("weight", weight)])
     assert is_paged(weight)
     assert_same_bits(before[:1], [weight.detach()])
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or "ROAM_HARD_LIMIT" not in os.environ,
+    reason="`make hard-limit` runs it: how much malloc keeps for later depends on timing",
+)
+def test_the_system_may_give_a_third_of_parameters_and_state() -> None:
+    def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+        script = Path(__file__).with_name("hard_paging.py")
+        settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
+        return subprocess.run(
+            [sys.executable, script, *arguments],
+            env=os.environ | settings, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    eager, planned = (
+        json.loads(ran(*arguments).stdout.splitlines()[-1])
+        for arguments in (("eager", "20"), ("paged", "20", "limited"))
+    )
+    assert (planned["losses"], planned["digest"]) == (eager["losses"], eager["digest"])
+    assert planned["planned_bytes"] <= planned["budget_bytes"]
+    assert 3 * planned["budget_bytes"] <= planned["persistent_bytes"]
+    assert "can't allocate memory" in ran("eager", "1", "limited").stderr

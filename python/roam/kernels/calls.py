@@ -81,7 +81,9 @@ def copyable_calls(
         local = [
             storage
             for storage in made
-            if program.storages[storage].creator == index and storage not in leaving
+            if program.storages[storage].creator == index
+            and storage not in leaving
+            and not program.storages[storage].is_paged
         ]
         if (
             at is None

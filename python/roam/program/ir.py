@@ -18,8 +18,8 @@ import torch
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
 from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
-from roam.program.replay import Replay, generator_state
 from roam.program.pages import Fetch, Keep, Put
+from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.state.nests import leaves_of
 from roam.state.wrappers import Form

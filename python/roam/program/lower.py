@@ -343,7 +343,7 @@ class Lowering:
     def moved_bytes(self, index: int) -> int:
         """Bytes that a call reads from a file or writes there."""
         call = self.program.calls[index]
-        slot = call.outputs[0] if isinstance(call.target, Fetch) else call.args[0].slot
+        slot: Any = call.outputs[0] if isinstance(call.target, Fetch) else call.args[0].slot
         return self.program.storages[self.program.storage_of(slot)].size_bytes
 
     def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
@@ -608,6 +608,7 @@ class Lowering:
                 residencies.append("leaves")
             elif (
                 pool
+                and not storage.is_paged
                 and number not in self._given_away
                 and (
                     copied_in is None

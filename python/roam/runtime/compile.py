@@ -130,7 +130,9 @@ def compile(
             elsewhere.
         offload: with `memory`, a folder on a disk. Activations may be stored in a file there and
             loaded in the backward pass, if that takes less time than making them again, or if no
-            other plan is found. On the CPU only. See docs/how-to/memory-budget.md.
+            other plan is found. Likewise parameters, state and gradients may lie in files between
+            their uses, if they take more than half of the limit. On the CPU only. See
+            docs/how-to/memory-budget.md.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of

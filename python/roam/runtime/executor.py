@@ -110,7 +110,7 @@ class Executor:
         self._tier = tier
         self._pages = pages
         self._kept_bytes = sum(
-            aligned(program.storages[program.storage_of(call.outputs[0])].size_bytes)  # type: ignore[arg-type]
+            aligned(program.storages[program.storage_of(call.outputs[0])].size_bytes)  # type: ignore[arg-type, misc]
             for call in program.calls
             if isinstance(call.target, Keep)
         )

@@ -134,8 +134,8 @@ class StepMemory:
         transfers_s: seconds that their stores and loads take, by plan.
         transfers_measured_s: seconds that these took in the step that was measured; None as
             `extra_measured_s`.
-        read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what a
-            step reads of tensors that lie in files between their uses, and what it writes there.
+        read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what
+            a step reads of tensors that lie in files between their uses, and what it writes there.
         least_moved_bytes: no plan within the limit reads and writes less of them, if it makes
             no tensor of the step again.
     """

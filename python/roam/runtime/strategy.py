@@ -37,10 +37,10 @@ from roam.memory_limit import MemoryLimit
 from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering, kinds_of
-from roam.program.releases import Release
-from roam.program.repeatable import gathers_again
 from roam.program.pages import Pages, is_movable
 from roam.program.paging import least_moved_bytes, pages_of
+from roam.program.releases import Release
+from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
@@ -615,23 +615,33 @@ class _Chooser:
         """A plan within a limit in which calls run again and, where there is a tier, tensors are
         offloaded: the one of the least extra time that is found.
         """
-        paged = self._paged(limit_bytes, lowering, best, pool)
-        if paged is None:
+        if self._tier is None or not _is_paged(best.plan.persistent_bytes, limit_bytes):
             return self._offloading(limit_bytes, lowering, best, pool)
-        choice, lowering = paged
-        if choice.total_bytes <= limit_bytes:
-            return choice
-        found = self._offloading(limit_bytes, lowering, best, pool)
-        return replace(found, least_moved_bytes=choice.least_moved_bytes)
+        found: list[Choice] = []
+        if best.plan.persistent_bytes < limit_bytes:
+            try:
+                found.append(self._offloading(limit_bytes, lowering, best, pool))
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
+        paged = self._paged(limit_bytes, lowering, best, pool)
+        if paged is not None and paged[0].total_bytes <= limit_bytes:
+            found.append(paged[0])
+        if not found:
+            least_bytes, lowering = (
+                (0, lowering) if paged is None else (paged[0].least_moved_bytes, paged[1])
+            )
+            choice = self._offloading(limit_bytes, lowering, best, pool)
+            found.append(replace(choice, least_moved_bytes=least_bytes))
+        return min(found, key=_extra_s)
 
     def _paged(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
     ) -> tuple[Choice, Lowering] | None:
         """A plan in which no more tensors than needed lie in files between their uses, or all that
-        can; None if what cannot be moved leaves enough room for other plans.
+        can; None if none can.
         """
-        if self._tier is None or not _is_paged(best.plan.persistent_bytes, limit_bytes):
-            return None
+        assert self._tier is not None, "there are files"
         pages = [
             page
             for page in lowering.pages(unmovable_storages(lowering.program))
