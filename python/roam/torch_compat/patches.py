@@ -95,6 +95,16 @@ PATCHES: Final = (
                            "__deepcopy__"), _BESIDE, _NO_BESIDE),
     Patch("torch.Tensor", ("data",), "a step that runs beside its plan and gives a tensor other data leaves the plan",
           "kernels write to the data that the tensor had before"),
+    Patch("torch._C", (
+        "_set_cudnn_allow_tf32", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_enabled",
+        "_set_default_dtype", "_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory",
+        "_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_mkldnn_deterministic",
+        "_set_mkldnn_enabled", "_set_nnpack_enabled", "set_flush_denormal", "set_num_threads",
+    ), "kernels of a plan beside which Python runs have run before what they ask changes", "they run under another switch"),
+    Patch("torch", ("set_flush_denormal", "set_num_threads"), _BESIDE, "they run under another switch"),
+    Patch("threading.Thread", ("start",), "a step that runs beside its plan leaves that before other threads run",
+          "a thread reads memory that no kernel has written to yet"),
+    Patch("concurrent.futures.ThreadPoolExecutor", ("submit",), "as for threads", "as for threads"),
     # Identity.
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,6 +25,13 @@ _GIVING = frozenset(
 )
 """Those after which Python has the memory."""
 _GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
+_SWITCHES = (
+    "_set_cudnn_allow_tf32", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_enabled",
+    "_set_default_dtype", "_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory",
+    "_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_mkldnn_deterministic",
+    "_set_mkldnn_enabled", "_set_nnpack_enabled", "set_flush_denormal", "set_num_threads",
+)  # fmt: skip
+"""What sets that which kernels ask while they run."""
 _CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
 
 
@@ -33,8 +41,13 @@ class Looked(Protocol):
     is_busy: bool
     """Whether what runs now is no Python of the step's."""
 
-    def settle(self, tensor: torch.Tensor | None) -> None:
-        """Python looks at a tensor's memory; None: at random generators."""
+    def settle(self, tensor: torch.Tensor | None, switch: tuple[Any, ...] = ()) -> None:
+        """Python looks at a tensor's memory, sets a switch that kernels ask, or looks at random
+        generators (neither).
+        """
+
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
 
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
@@ -86,6 +99,26 @@ def looking(one: Looked) -> Iterator[None]:
 
         return look
 
+    def setting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def switch(*args: Any) -> Any:
+            if is_ours():
+                with disable_current_modes():
+                    one.settle(None, (name, *args))
+            return original(*args)
+
+        return switch
+
+    def threading_by(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if is_ours():
+                with disable_current_modes():
+                    one.threaded()
+            return original(*args, **kwargs)
+
+        return begin
+
     def data(tensor: torch.Tensor) -> torch.Tensor:
         alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
         if is_ours():
@@ -114,5 +147,12 @@ def looking(one: Looked) -> Iterator[None]:
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]
+    for name in _SWITCHES:
+        if hasattr(torch._C, name):
+            holders = (torch._C, torch) if hasattr(torch, name) else (torch._C,)
+            switch = setting(name, getattr(torch._C, name))
+            patches += [(holder, name, switch) for holder in holders]
+    for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
+        patches.append((holder, name, threading_by(getattr(holder, name))))
     with replaced(patches):
         yield

@@ -25,7 +25,16 @@ from roam.runtime.beside.placeholders import (
     tensor_in,
 )
 from roam.runtime.beside.planned import Planned
-from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of, refs
+from roam.runtime.beside.recording import (
+    EVERYTHING,
+    Entry,
+    Given,
+    Made,
+    at_path,
+    is_passed,
+    meta_of,
+    refs,
+)
 from roam.runtime.beside.script import (
     GIVE,
     MAKE,
@@ -81,6 +90,12 @@ class Matched(TorchDispatchMode):
         self.is_over = False
         self.is_busy = False
         script = planned.script
+        self._drawn: torch.Tensor | None = None
+        """The random generator's state when Python was last seen to have to do with it."""
+        self._tried: set[tuple[int, int]] = set()
+        """Plans that the call has followed up to a place where they did not go on as it did."""
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        """By their numbers, what storages had in them whose memory others have too."""
         self._others, self._enter = others, enter
         self._take(planned)
         self.may_leave = True
@@ -120,8 +135,6 @@ class Matched(TorchDispatchMode):
         self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Tensors that no operator has made, with the numbers of their storages."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
-        self._drawn = torch.get_rng_state() if any(script.draws) else None
-        """The random generator's state when Python was last seen to have to do with it."""
 
     def _take(self, planned: Planned) -> None:
         """Follows this plan's script."""
@@ -129,6 +142,8 @@ class Matched(TorchDispatchMode):
         self._script, self._executor = planned.script, planned.executor
         self._entries, self._steps = planned.script.entries, planned.script.steps
         self._inputs, self._around = planned.inputs, planned.around
+        if self._drawn is None and any(planned.script.draws):
+            self._drawn = torch.get_rng_state()
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
         """Whether the call goes over to another plan, whose script has begun as this one has, and in
@@ -141,11 +156,14 @@ class Matched(TorchDispatchMode):
             script = other.script
             if other is self.planned or len(script.steps) <= at or not is_next(script.steps[at]):
                 continue
+            if (at, id(other)) in self._tried:
+                continue
             if common(mine, script) < at:
                 continue
             bound = _rebound(mine, script, at, self._bound, self._weak)
             if bound is None:
                 continue
+            self._tried.add((at, id(self.planned)))
             self._bound = bound
             self._weak = [
                 *self._weak[: len(script.slots)],
@@ -193,7 +211,9 @@ class Matched(TorchDispatchMode):
             (kwargs or step.names) and not self._are_like(kwargs or {}, step)
         ):
             return self._other(func, args, kwargs or {})
-        if self._exposed and self._is_exposed(step.entry):
+        if (self._exposed and self._is_exposed(step.entry)) or (
+            self._copies and self._is_rewritten(step.entry)
+        ):
             return self._other(func, args, kwargs or {})
         does = step.does
         if does == RUN:
@@ -214,7 +234,7 @@ class Matched(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._at += 1
         for number in step.guarded:
-            if number not in self._forbidden:
+            if number not in self._forbidden and number not in self._copies:
                 self._forbidden.add(number)
                 forbid_access(self._pointers[number], UNREAD)
         if does == MAKE:
@@ -278,7 +298,7 @@ class Matched(TorchDispatchMode):
                     meta = self._script.slots[one.slot]
                     assert meta is not None
                     self._bound[one.slot] = tensor_in(
-                        storage_of(item), meta
+                        self._copies.get(storage, storage_of(item)), meta
                     )  # nobody else holds the item
 
     def _placeholder(self, slot: int) -> torch.Tensor:
@@ -357,7 +377,9 @@ class Matched(TorchDispatchMode):
                         "it writes to a tensor whose memory NumPy, or another library, has too"
                     )
                     return False
-                self._bound[slot] = alias.clone()
+                if meta.storage not in self._copies:
+                    self._copies[meta.storage] = storage_of(tensor).clone()
+                self._bound[slot] = tensor_in(self._copies[meta.storage], meta)
         return True
 
     @contextmanager
@@ -372,11 +394,17 @@ class Matched(TorchDispatchMode):
 
     # -- the plan
 
-    def settle(self, tensor: torch.Tensor | None) -> None:
-        """Python looks at a tensor's memory, or at random generators (None)."""
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
+        self.leave("it starts a thread, whose operators nothing sees")
+
+    def settle(self, tensor: torch.Tensor | None, switch: tuple[Any, ...] = ()) -> None:
+        """Python looks at a tensor's memory, sets a switch that kernels ask, or looks at random
+        generators (neither).
+        """
         if self.left or self.is_over:
             return
-        args: tuple[Any, ...] = ()
+        args: tuple[Any, ...] = switch and (EVERYTHING, *switch)
         if tensor is not None:
             number = self._outside.get(storage_pointer(storage_of(tensor)))
             if number is None:
@@ -421,6 +449,18 @@ class Matched(TorchDispatchMode):
             self._misfit = (
                 "it computes with a tensor whose memory Python has got, as by x.numpy(), and keeps"
             )
+        return bool(self._misfit)
+
+    def _is_rewritten(self, entry: Entry) -> bool:
+        """Whether others have written to what an entry uses, since the call used it first."""
+        slots = self._script.slots
+        for number in {slots[slot].storage for slot in _slots(entry)} & self._copies.keys():  # type: ignore[union-attr]
+            now, then = (
+                torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                for storage in (self._places[number].get(), self._copies[number])
+            )
+            if not torch.equal(now, then):
+                self._misfit = "NumPy, or another library, has written to a tensor that the step uses"
         return bool(self._misfit)
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:

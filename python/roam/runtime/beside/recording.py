@@ -24,7 +24,11 @@ aten = torch.ops.aten
 _PASSED = frozenset(
     {torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default}
 )
-_VALUES = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+_VALUES = frozenset({
+    aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_pinned.default,
+})  # fmt: skip
+EVERYTHING = "everything"
+"""Of a `settle`: that kernels ask for something that changes then, so that all of them run before."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 Kind = Literal["kernel", "view", "now", "settle"]
@@ -133,9 +137,11 @@ class Recorder(TorchDispatchMode):
             f"{where}: {message}", code=code, operator=str(func or ""), source=source
         )
 
-    def settle(self, tensor: torch.Tensor | None) -> None:
-        """Python looks at a tensor's memory, or at random generators (None)."""
-        args: tuple[Any, ...] = ()
+    def settle(self, tensor: torch.Tensor | None, switch: tuple[Any, ...] = ()) -> None:
+        """Python looks at a tensor's memory, sets a switch that kernels ask, or looks at random
+        generators (neither).
+        """
+        args: tuple[Any, ...] = switch and (EVERYTHING, *switch)
         if tensor is not None:
             number = self._numbers.get(storage_pointer(storage_of(tensor)))
             if number is None:
@@ -156,6 +162,9 @@ class Recorder(TorchDispatchMode):
 
     def drawn(self) -> None:
         """Python has looked at random generators, or set them."""
+
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory."""
@@ -198,7 +207,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.recording.entries)
         entry = Entry("kernel", func, self._encoded(args), self._encoded(kwargs))
         entry.phase, entry.source = self._frames.here()
-        if is_now(func):
+        if is_now(func) or _own_generator(kwargs):
             entry.kind, entry.alive = "now", self._alive()
         if facts.mutates:
             written = written_by(func, args, kwargs)
@@ -207,6 +216,8 @@ class Recorder(TorchDispatchMode):
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
         result = func(*args, **kwargs)
+        if entry.dtype is not None and entry.dtype is not result.dtype:
+            entry.dtype = None  # its numbers say what it makes
         is_sequence = isinstance(result, (tuple, list))
         flat = tuple(result) if is_sequence else (result,)
         if entry.kind == "now":
@@ -308,6 +319,14 @@ def is_now(func: Any) -> bool:
         tag in func.tags
         for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
+
+
+def _own_generator(kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws from a generator of the user's. Its state may be asked for, or set,
+    where nothing shows it.
+    """
+    generator = kwargs.get("generator")
+    return generator is not None and generator is not torch.default_generator
 
 
 def meta_of(tensor: torch.Tensor, storage: int) -> TensorMeta:

@@ -14,7 +14,7 @@ from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
 from roam.program.repeatable import is_exact
-from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
+from roam.runtime.beside.recording import EVERYTHING, Entry, Given, Made, Recording, refs
 
 aten = torch.ops.aten
 _SMALL_BYTES = 16
@@ -213,6 +213,8 @@ def script_of(
     barriers: list[Moment] = []
     at_barrier: list[int] = []
     dirty: set[int] = set()
+    used: set[int] = set()
+    """Storages that kernels since the last barrier read or write to."""
     draws = False
     drawing: list[bool] = []
     given: set[int] = set()
@@ -250,9 +252,13 @@ def script_of(
     for index, entry in enumerate(entries):
         if entry.kind in ("now", "settle"):
             if entry.kind == "now":
-                waits = any(storage_of[slot] in dirty for slot in _refs(entry))
-            else:
-                waits = bool(dirty.intersection(entry.args)) if entry.args else draws
+                waits = any(storage_of[slot] in dirty for slot in _refs(entry)) or any(
+                    storage_of[slot] in used for slot in entry.writes
+                )
+            else:  # Python may write where it looks, as to what x.numpy() gives
+                waits = not used.isdisjoint(entry.args) if entry.args else draws
+                if entry.args[:1] == (EVERYTHING,):
+                    waits = draws or bool(used)
             if waits:
                 moments[index] = len(barriers)
                 here = {one for one in alive[index] if one in first_of}
@@ -271,6 +277,7 @@ def script_of(
                 at_barrier.append(len(calls))
                 calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
                 dirty, draws = set(again), False
+                used = set(again)
             continue
         if runs[index]:
             continue
@@ -298,6 +305,7 @@ def script_of(
                 if entry.kind == "kernel":
                     dirty.add(storage)
         dirty.update(storage_of[slot] for slot in entry.writes)
+        used.update(storage_of[slot] for slot in _slots(entry))
         draws = draws or facts.is_random
         calls.append(call)
 

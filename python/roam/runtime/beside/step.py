@@ -24,7 +24,8 @@ from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import Options, choose
-from roam.torch_compat.private import version_of
+from roam.state.global_state import AMBIENT
+from roam.torch_compat.private import dispatch_modes, version_of
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "identity", "iterator",
@@ -86,6 +87,9 @@ class Beside:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
+        if any(isinstance(mode, (Recorder, Matched)) for mode in dispatch_modes()):
+            return self._function(*args, **kwargs)  # a part of another step, which sees its operators
+        key = key, tuple(read() for _, read in AMBIENT)
         if any(version_of(tensor) == version for tensor, version in self._torn):
             raise ExecutionError(
                 "an earlier step failed half-way; load the model's and the optimizer's state again first",
