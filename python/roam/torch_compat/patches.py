@@ -102,6 +102,8 @@ PATCHES: Final = (
         "_set_mkldnn_enabled", "_set_nnpack_enabled", "set_flush_denormal", "set_num_threads",
     ), "kernels of a plan beside which Python runs have run before what they ask changes", "they run under another switch"),
     Patch("torch", ("set_flush_denormal", "set_num_threads"), _BESIDE, "they run under another switch"),
+    Patch("torch", ("as_tensor", "asarray", "tensor"), _BESIDE, _NO_BESIDE),
+    Patch("torch.Tensor", ("new_tensor",), _BESIDE, _NO_BESIDE),
     Patch("threading.Thread", ("start",), "a step that runs beside its plan leaves that before other threads run",
           "a thread reads memory that no kernel has written to yet"),
     Patch("concurrent.futures.ThreadPoolExecutor", ("submit",), "as for threads", "as for threads"),

@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from roam.runtime.beside.placeholders import note_known
+from roam.runtime.beside.recording import tensors_in
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import TENSOR_DATA, disable_current_modes, dispatch_modes, storage_of
 
@@ -99,6 +100,17 @@ def looking(one: Looked) -> Iterator[None]:
 
         return look
 
+    def making(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if is_ours() and type(data := args[place] if len(args) > place else None) in (list, tuple):
+                with disable_current_modes():
+                    for tensor in tensors_in(data):
+                        one.settle(tensor)
+            return original(*args, **kwargs)
+
+        return make
+
     def setting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def switch(*args: Any) -> Any:
@@ -147,6 +159,9 @@ def looking(one: Looked) -> Iterator[None]:
         for name in names:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]
+    for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
+        patches.append((torch, name, making(getattr(torch, name), 0)))
+    patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
     for name in _SWITCHES:
         if hasattr(torch._C, name):
             holders = (torch._C, torch) if hasattr(torch, name) else (torch._C,)

@@ -231,7 +231,9 @@ class Matched(TorchDispatchMode):
             elif not self._pass(self._at):
                 return func(*args, **(kwargs or {}))
             self._at += 1
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            self.drawn()
+            return result
         self._at += 1
         for number in step.guarded:
             if number not in self._forbidden and number not in self._copies:

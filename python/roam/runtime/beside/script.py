@@ -13,6 +13,7 @@ from roam.capture.tracing.kernel_facts import facts_of
 from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
+from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import EVERYTHING, Entry, Given, Made, Recording, refs
 
@@ -255,6 +256,7 @@ def script_of(
                 waits = any(storage_of[slot] in dirty for slot in _refs(entry)) or any(
                     storage_of[slot] in used for slot in entry.writes
                 )
+                waits = waits or (draws and is_foreign(entry.func))  # which may draw too
             else:  # Python may write where it looks, as to what x.numpy() gives
                 waits = not used.isdisjoint(entry.args) if entry.args else draws
                 if entry.args[:1] == (EVERYTHING,):
@@ -340,17 +342,19 @@ def script_of(
         referenced=[(_outside(slot, recording, slots), slot) for slot in needs],
         result=Result(leaves=[ref_to(slot) for slot in leaving]),
     )
+    written = frozenset(program.written())
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
-        frozenset(program.written()), [*drawing, draws], unheld, [seen.creator for seen in storages],
+        written, [*drawing, draws], unheld, [seen.creator for seen in storages],
         [
             *(
                 _expected(
                     entry, place, is_run, live,
                     () if is_run or entry.kind != "kernel" else tuple({
                         number for number in map(storage_of.__getitem__, _refs(entry))
-                        if not is_made[number] and storages[number].size_bytes > _SMALL_BYTES
+                        if not is_made[number]
+                        and (storages[number].size_bytes > _SMALL_BYTES or number in written)
                     }),
                 )
                 for place, (entry, is_run) in enumerate(zip(entries, runs, strict=True))
