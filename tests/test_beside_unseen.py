@@ -193,6 +193,11 @@ def operators_that_draw() -> Step:
 
 
 @kind
+def views_of_small_tensors() -> Step:
+    return lambda x: (x.mean().item(), torch.normal(x, torch.tensor(2.0).expand(4, 6)), x.sum().item())
+
+
+@kind
 def what_tells_no_value() -> Step:
     return lambda x: ((x * 2).is_pinned(), torch.from_dlpack((x * 3).detach()) * 2)
 

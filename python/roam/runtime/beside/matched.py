@@ -143,7 +143,7 @@ class Matched(TorchDispatchMode):
         self._entries, self._steps = planned.script.entries, planned.script.steps
         self._inputs, self._around = planned.inputs, planned.around
         if self._drawn is None and any(planned.script.draws):
-            self._drawn = torch.get_rng_state()
+            self._drawn = torch.default_generator.get_state()
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
         """Whether the call goes over to another plan, whose script has begun as this one has, and in
@@ -219,8 +219,13 @@ class Matched(TorchDispatchMode):
         if does == RUN:
             self._at += 1
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if step.slot >= 0 and self._script.slots[step.slot].storage in self._places:
-                weak[step.slot] = weakref.ref(result)
+            script, slot = self._script, step.slot
+            if (
+                slot >= 0
+                and slot not in script.inputs
+                and script.slots[slot].storage in self._places
+            ):
+                weak[slot] = weakref.ref(result)
             else:
                 self._note(step.entry, result)
             return result
@@ -434,7 +439,7 @@ class Matched(TorchDispatchMode):
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
         if self._drawn is not None:
-            self._drawn = torch.get_rng_state()
+            self._drawn = torch.default_generator.get_state()
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
@@ -524,7 +529,7 @@ class Matched(TorchDispatchMode):
         script = self._script
         with self._kernels():
             self._allow()
-            if script.draws[self._barrier] and not torch.equal(torch.get_rng_state(), self._drawn):  # type: ignore[arg-type]
+            if script.draws[self._barrier] and not torch.equal(torch.default_generator.get_state(), self._drawn):  # type: ignore[arg-type]
                 self.left = "a generator was seeded"
                 self.failure = ExecutionError(
                     "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
