@@ -194,7 +194,11 @@ def operators_that_draw() -> Step:
 
 @kind
 def views_of_small_tensors() -> Step:
-    return lambda x: (x.mean().item(), torch.normal(x, torch.tensor(2.0).expand(4, 6)), x.sum().item())
+    return lambda x: (
+        x.mean().item(),
+        torch.normal(x, torch.tensor(2.0).expand(4, 6)),
+        x.sum().item(),
+    )
 
 
 @kind

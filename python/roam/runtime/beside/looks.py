@@ -103,7 +103,10 @@ def looking(one: Looked) -> Iterator[None]:
     def making(original: Callable[..., Any], place: int) -> Callable[..., Any]:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if is_ours() and type(data := args[place] if len(args) > place else None) in (list, tuple):
+            if is_ours() and type(data := args[place] if len(args) > place else None) in (
+                list,
+                tuple,
+            ):
                 with disable_current_modes():
                     for tensor in tensors_in(data):
                         one.settle(tensor)

@@ -467,7 +467,9 @@ class Matched(TorchDispatchMode):
                 for storage in (self._places[number].get(), self._copies[number])
             )
             if not torch.equal(now, then):
-                self._misfit = "NumPy, or another library, has written to a tensor that the step uses"
+                self._misfit = (
+                    "NumPy, or another library, has written to a tensor that the step uses"
+                )
         return bool(self._misfit)
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
@@ -529,7 +531,9 @@ class Matched(TorchDispatchMode):
         script = self._script
         with self._kernels():
             self._allow()
-            if script.draws[self._barrier] and not torch.equal(torch.default_generator.get_state(), self._drawn):  # type: ignore[arg-type]
+            if script.draws[self._barrier] and not torch.equal(
+                torch.default_generator.get_state(), self._drawn
+            ):  # type: ignore[arg-type]
                 self.left = "a generator was seeded"
                 self.failure = ExecutionError(
                     "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "

@@ -88,7 +88,9 @@ class Beside:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
         if any(isinstance(mode, (Recorder, Matched)) for mode in dispatch_modes()):
-            return self._function(*args, **kwargs)  # a part of another step, which sees its operators
+            return self._function(
+                *args, **kwargs
+            )  # a part of another step, which sees its operators
         key = key, tuple(read() for _, read in AMBIENT)
         if any(version_of(tensor) == version for tensor, version in self._torn):
             raise ExecutionError(
