@@ -103,6 +103,14 @@ def default_dtypes() -> Step:
 
 
 @kind
+def deterministic_kernels() -> Step:
+    index = torch.tensor([0, 0, 1, 2])
+    return switched(
+        torch.use_deterministic_algorithms, lambda x: torch.zeros(4, 6).index_add_(0, index, x)
+    )
+
+
+@kind
 def whole_numbers_without_a_dtype() -> Step:
     calls = [0]
 
@@ -219,6 +227,19 @@ def test_unseen_events_come_when_they_come_in_eager_pytorch(name: str) -> None:
     calls = 3 * CALLS if "ways" in name else CALLS
     expected = results(STEPS[name], False, calls)
     assert_same_bits(results(STEPS[name], True, calls), expected)
+
+
+def test_a_seed_that_nothing_shows_is_refused() -> None:
+    def step(x: torch.Tensor) -> Any:
+        first = torch.rand(2)
+        torch.default_generator.manual_seed(3)
+        return first, torch.rand(2), torch.tensor(1).item()
+
+    compiled = roam.compile(step, python="beside", time_limit_s=0.1)
+    with pytest.raises(roam.ExecutionError) as caught:
+        for _ in range(CALLS):
+            compiled(torch.ones(2))
+    assert caught.value.code == "generator_state"
 
 
 def test_a_compiled_step_in_another_one_is_a_part_of_that() -> None:

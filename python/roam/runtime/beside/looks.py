@@ -116,11 +116,11 @@ def looking(one: Looked) -> Iterator[None]:
 
     def setting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def switch(*args: Any) -> Any:
+        def switch(*args: Any, **kwargs: Any) -> Any:
             if is_ours():
                 with disable_current_modes():
-                    one.settle(None, (name, *args))
-            return original(*args)
+                    one.settle(None, (name, *args, *kwargs.values()))
+            return original(*args, **kwargs)
 
         return switch
 

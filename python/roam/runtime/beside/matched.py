@@ -14,6 +14,7 @@ import torch
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
+from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import (
     UNREAD,
     WeakStorage,
@@ -237,7 +238,8 @@ class Matched(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             self._at += 1
             result = func(*args, **(kwargs or {}))
-            self.drawn()
+            if is_foreign(func):
+                self.drawn()
             return result
         self._at += 1
         for number in step.guarded:
