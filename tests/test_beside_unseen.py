@@ -242,6 +242,14 @@ def test_a_seed_that_nothing_shows_is_refused() -> None:
     assert caught.value.code == "generator_state"
 
 
+def test_what_reads_memory_by_itself_is_refused() -> None:
+    compiled = roam.compile(lambda x: torch.FloatTensor([x.sum(), 1.0]), python="beside")
+    with pytest.raises(roam.ExecutionError) as caught:
+        for _ in range(CALLS):
+            compiled(torch.ones(4, 6))
+    assert caught.value.code == "unread"
+
+
 def test_a_compiled_step_in_another_one_is_a_part_of_that() -> None:
     def run(wrap: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
-from roam.runtime.beside.placeholders import is_possible
+from roam.runtime.beside.placeholders import UNREAD, is_possible
 from roam.runtime.beside.planned import Planned
 from roam.runtime.beside.recording import Recorder, Recording
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
@@ -269,6 +269,8 @@ class Beside:
                     if matched.failure is error:
                         raise
                     matched.raised(error)
+                    if type(error) is RuntimeError and UNREAD in str(error):
+                        raise ExecutionError(UNREAD, code="unread") from error
                     raise
                 finally:
                     matched.release()
