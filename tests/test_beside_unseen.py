@@ -237,16 +237,14 @@ def test_a_seed_that_nothing_shows_is_refused() -> None:
 
     compiled = roam.compile(step, python="beside", time_limit_s=0.1)
     with pytest.raises(roam.ExecutionError) as caught:
-        for _ in range(CALLS):
-            compiled(torch.ones(2))
+        [compiled(torch.ones(2)) for _ in range(CALLS)]
     assert caught.value.code == "generator_state"
 
 
 def test_what_reads_memory_by_itself_is_refused() -> None:
     compiled = roam.compile(lambda x: torch.FloatTensor([x.sum(), 1.0]), python="beside")
     with pytest.raises(roam.ExecutionError) as caught:
-        for _ in range(CALLS):
-            compiled(torch.ones(4, 6))
+        [compiled(torch.ones(4, 6)) for _ in range(CALLS)]
     assert caught.value.code == "unread"
 
 

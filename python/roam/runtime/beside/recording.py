@@ -28,7 +28,7 @@ _VALUES = frozenset({
     aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_pinned.default,
 })  # fmt: skip
 EVERYTHING = "everything"
-"""Of a `settle`: that kernels ask for something that changes then, so that all of them run before."""
+"""Of a `settle`: that kernels ask for something that changes then, so that all run before."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 Kind = Literal["kernel", "view", "now", "settle"]
