@@ -70,7 +70,7 @@ KERNEL_SWITCHES: Final = (
     "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32", "_set_cublas_allow_tf32",
     "_set_cublas_allow_bf16_reduced_precision_reduction", "_set_cublas_allow_fp16_reduced_precision_reduction",
     "_set_cublas_allow_fp16_accumulation", "_set_blas_preferred_backend", "_set_linalg_preferred_backend",
-    "_set_float32_matmul_precision", "_set_fp32_precision_setter",
+    "_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_default_dtype",
 )  # fmt: skip
 """Functions of PyTorch's that set what kernels ask while they run."""
 _BESIDE = "a plan beside which Python runs computes what Python looks at"
@@ -106,8 +106,12 @@ PATCHES: Final = (
           "kernels write to the data that the tensor had before"),
     *(Patch(holder, names, "a step that runs beside its plan and changes how kernels compute leaves the plan",
             "kernels that wait for the plan compute in another way", optional=True)
-      for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads",)),
+      for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads", "set_flush_denormal")),
                             ("torch.backends.m.ContextProp", ("__set__",)))),
+    Patch("torch", ("asarray",), _BESIDE, _NO_BESIDE),
+    Patch("threading.Thread", ("start",), "a step that runs beside its plan leaves that before other threads run",
+          "a thread reads memory that no kernel has written to yet"),
+    Patch("concurrent.futures.ThreadPoolExecutor", ("submit",), "as for threads", "as for threads"),
     # Identity.
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import numpy
 import torch
 
 from roam.runtime.beside.placeholders import note_known
+from roam.runtime.beside.recording import tensors_in
 from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
 from roam.torch_compat.private import (
     TENSOR_DATA,
@@ -40,7 +42,10 @@ class Looked(Protocol):
     """Whether what runs now is no Python of the step's."""
 
     def settle(self, tensor: torch.Tensor | None) -> None:
-        """Python looks at a tensor's memory; None: at random generators."""
+        """Python looks at a tensor's memory, or at random generators (None)."""
+
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
 
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
@@ -97,6 +102,20 @@ def looking(one: Any) -> Iterator[None]:
 
         return look
 
+    def making(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if is_ours() and type(data := args[place] if len(args) > place else None) in (
+                list,
+                tuple,
+            ):
+                with disable_current_modes():
+                    for tensor in tensors_in(data):
+                        one.settle(tensor)
+            return original(*args, **kwargs)
+
+        return make
+
     def switching(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def switch(*args: Any, **kwargs: Any) -> Any:
@@ -105,6 +124,16 @@ def looking(one: Any) -> Iterator[None]:
             return original(*args, **kwargs)
 
         return switch
+
+    def threading_by(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if is_ours():
+                with disable_current_modes():
+                    one.threaded()
+            return original(*args, **kwargs)
+
+        return begin
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
         alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
@@ -137,8 +166,14 @@ def looking(one: Any) -> Iterator[None]:
     patches += [
         (C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)
     ]
-    patches.append((torch, "set_num_threads", switching(torch.set_num_threads)))
+    for name in ("set_num_threads", "set_flush_denormal"):
+        patches.append((torch, name, switching(getattr(torch, name))))
     prop = torch.backends.ContextProp
     patches.append((prop, "__set__", switching(prop.__set__)))
+    for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
+        patches.append((torch, name, making(getattr(torch, name), 0)))
+    patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
+    for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
+        patches.append((holder, name, threading_by(getattr(holder, name))))
     with replaced(patches):
         yield

@@ -14,6 +14,7 @@ import torch
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
+from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import (
     UNREAD,
     WeakStorage,
@@ -25,7 +26,15 @@ from roam.runtime.beside.placeholders import (
     tensor_in,
 )
 from roam.runtime.beside.planned import Planned
-from roam.runtime.beside.recording import Entry, Given, Made, at_path, is_passed, meta_of, refs
+from roam.runtime.beside.recording import (
+    Entry,
+    Given,
+    Made,
+    at_path,
+    is_passed,
+    meta_of,
+    refs,
+)
 from roam.runtime.beside.script import (
     GIVE,
     MAKE,
@@ -81,6 +90,12 @@ class Matched(TorchDispatchMode):
         self.is_over = False
         self.is_busy = False
         script = planned.script
+        self._drawn: torch.Tensor | None = None
+        """The random generator's state when Python was last seen to have to do with it."""
+        self._tried: set[tuple[int, int]] = set()
+        """Plans that the call has followed up to a place where they did not go on as it did."""
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        """By their numbers, what storages had in them whose memory others have too."""
         self._others, self._enter = others, enter
         self._take(planned)
         self.may_leave = True
@@ -120,8 +135,6 @@ class Matched(TorchDispatchMode):
         self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Tensors that no operator has made, with the numbers of their storages."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
-        self._drawn = torch.get_rng_state() if any(script.draws) else None
-        """The random generator's state when Python was last seen to have to do with it."""
 
     def _take(self, planned: Planned) -> None:
         """Follows this plan's script."""
@@ -129,6 +142,8 @@ class Matched(TorchDispatchMode):
         self._script, self._executor = planned.script, planned.executor
         self._entries, self._steps = planned.script.entries, planned.script.steps
         self._inputs, self._around = planned.inputs, planned.around
+        if self._drawn is None and any(planned.script.draws):
+            self._drawn = torch.default_generator.get_state()
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
         """Whether the call goes over to another plan, whose script has begun as this one has, and
@@ -141,11 +156,14 @@ class Matched(TorchDispatchMode):
             script = other.script
             if other is self.planned or len(script.steps) <= at or not is_next(script.steps[at]):
                 continue
+            if (at, id(other)) in self._tried:
+                continue
             if common(mine, script) < at:
                 continue
             bound = _rebound(mine, script, at, self._bound, self._weak)
             if bound is None:
                 continue
+            self._tried.add((at, id(self.planned)))
             self._bound = bound
             self._weak = [
                 *self._weak[: len(script.slots)],
@@ -193,14 +211,17 @@ class Matched(TorchDispatchMode):
             (kwargs or step.names) and not self._are_like(kwargs or {}, step)
         ):
             return self._other(func, args, kwargs or {})
-        if self._exposed and self._is_exposed(step.entry):
+        if (self._exposed and self._is_exposed(step.entry)) or (
+            self._copies and self._is_rewritten(step.entry)
+        ):
             return self._other(func, args, kwargs or {})
         does = step.does
         if does == RUN:
             self._at += 1
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if step.slot >= 0 and self._script.storage_of(step.slot) in self._places:
-                weak[step.slot] = weakref.ref(result)
+            script, slot = self._script, step.slot
+            if slot >= 0 and slot not in script.inputs and script.storage_of(slot) in self._places:
+                weak[slot] = weakref.ref(result)
             else:
                 self._note(step.entry, result)
             return result
@@ -211,10 +232,13 @@ class Matched(TorchDispatchMode):
             elif not self._pass(self._at):
                 return func(*args, **(kwargs or {}))
             self._at += 1
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if is_foreign(func):
+                self.drawn()
+            return result
         self._at += 1
         for number in step.guarded:
-            if number not in self._forbidden:
+            if number not in self._forbidden and number not in self._copies:
                 self._forbidden.add(number)
                 forbid_access(self._pointers[number], UNREAD)
         if does == MAKE:
@@ -278,7 +302,7 @@ class Matched(TorchDispatchMode):
                     meta = self._script.slots[one.slot]
                     assert meta is not None
                     self._bound[one.slot] = tensor_in(
-                        storage_of(item), meta
+                        self._copies.get(storage, storage_of(item)), meta
                     )  # nobody else holds the item
 
     def _placeholder(self, slot: int) -> torch.Tensor:
@@ -383,14 +407,16 @@ class Matched(TorchDispatchMode):
         if slot in self._script.inputs:
             # The kernels' writes are not to count twice, so they get a tensor that counts its own.
             is_shared = meta.device.type == "cpu" and is_exposed(storage_of(tensor))
-            self._bound[slot] = alias = TENSOR_DATA.__get__(tensor)
+            self._bound[slot] = TENSOR_DATA.__get__(tensor)
             if is_shared:
                 if meta.storage in self._script.written:
                     self._misfit = (
                         "it writes to a tensor whose memory NumPy, or another library, has too"
                     )
                     return False
-                self._bound[slot] = alias.clone()
+                if meta.storage not in self._copies:
+                    self._copies[meta.storage] = storage_of(tensor).clone()
+                self._bound[slot] = tensor_in(self._copies[meta.storage], meta)
         return True
 
     @contextmanager
@@ -405,11 +431,15 @@ class Matched(TorchDispatchMode):
 
     # -- the plan
 
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
+        self.leave("it starts a thread, whose operators nothing sees")
+
     def settle(self, tensor: torch.Tensor | None) -> None:
         """Python looks at a tensor's memory, or at random generators (None)."""
         if self.left or self.is_over:
             return
-        args: tuple[Any, ...] = ()
+        args: tuple[int, ...] = ()
         if tensor is not None:
             number = self._outside.get(storage_pointer(storage_of(tensor)))
             if number is None:
@@ -442,7 +472,7 @@ class Matched(TorchDispatchMode):
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
         if self._drawn is not None:
-            self._drawn = torch.get_rng_state()
+            self._drawn = torch.default_generator.get_state()
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
@@ -459,6 +489,21 @@ class Matched(TorchDispatchMode):
             self._misfit = (
                 "it computes with a tensor whose memory Python has got, as by x.numpy(), and keeps"
             )
+        return bool(self._misfit)
+
+    def _is_rewritten(self, entry: Entry) -> bool:
+        """Whether others have written to what an entry uses, since the call used it first."""
+        slots = self._script.slots
+        used = {slots[slot].storage for slot in _slots(entry)}  # type: ignore[union-attr]
+        for number in used & self._copies.keys():
+            now, then = (
+                torch.empty(0, dtype=torch.uint8).set_(storage)
+                for storage in (self._places[number].get(), self._copies[number])
+            )
+            if not torch.equal(now, then):
+                self._misfit = (
+                    "NumPy, or another library, has written to a tensor that the step uses"
+                )
         return bool(self._misfit)
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
@@ -520,7 +565,10 @@ class Matched(TorchDispatchMode):
         script = self._script
         with self._kernels():
             self._allow()
-            if script.draws[self._barrier] and not torch.equal(torch.get_rng_state(), self._drawn):  # type: ignore[arg-type]
+            state = torch.default_generator.get_state() if script.draws[self._barrier] else None
+            if state is not None and not (
+                self._drawn is not None and torch.equal(state, self._drawn)
+            ):
                 self.left = "a generator was seeded"
                 self.failure = ExecutionError(
                     "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "

@@ -31,7 +31,14 @@ aten = torch.ops.aten
 _PASSED = frozenset(
     {torch.ops.prim.device.default, aten.is_same_size.default, aten.is_set_to.default}
 )
-_VALUES = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+_VALUES = frozenset(
+    {
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+        aten.allclose.default,
+        aten.is_pinned.default,
+    }
+)
 _SPECTRA = frozenset({
     aten._linalg_svd.default, aten._linalg_eigh.default, aten._linalg_eigvals.default, aten.linalg_eig.default,
 })  # fmt: skip
@@ -146,7 +153,7 @@ class Recorder(TorchDispatchMode):
 
     def settle(self, tensor: torch.Tensor | None) -> None:
         """Python looks at a tensor's memory, or at random generators (None)."""
-        args: tuple[Any, ...] = ()
+        args: tuple[int, ...] = ()
         if tensor is not None:
             number = self._numbers.get(storage_pointer(storage_of(tensor)))
             if number is None:
@@ -170,6 +177,9 @@ class Recorder(TorchDispatchMode):
 
     def drawn(self) -> None:
         """Python has looked at random generators, or set them."""
+
+    def threaded(self) -> None:
+        """Python is about to give another thread something to do."""
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory."""
@@ -213,7 +223,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.recording.entries)
         entry = Entry("kernel", func, self._encoded(args), self._encoded(kwargs))
         entry.phase, entry.source = self._frames.here()
-        if is_now(func):
+        if is_now(func) or _own_generator(kwargs):
             entry.kind, entry.alive = "now", self._alive()
         if facts.mutates:
             written = written_by(func, args, kwargs)
@@ -222,6 +232,8 @@ class Recorder(TorchDispatchMode):
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
         result = func(*args, **kwargs)
+        if entry.dtype is not None and entry.dtype is not result.dtype:
+            entry.dtype = None  # its numbers say what it makes
         is_sequence = isinstance(result, (tuple, list))
         flat = tuple(result) if is_sequence else (result,)
         if entry.kind == "now":
@@ -347,6 +359,14 @@ def is_now(func: Any) -> bool:
         tag in func.tags
         for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
+
+
+def _own_generator(kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws from a generator of the user's. Its state may be asked for, or set,
+    where nothing shows it.
+    """
+    generator = kwargs.get("generator")
+    return generator is not None and generator is not torch.default_generator
 
 
 def meta_of(tensor: torch.Tensor, storage: int) -> TensorMeta:

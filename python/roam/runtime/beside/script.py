@@ -13,6 +13,7 @@ from roam.capture.tracing.kernel_facts import facts_of
 from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
+from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
 from roam.torch_compat.private import schema_of
@@ -220,6 +221,8 @@ def script_of(
     barriers: list[Moment] = []
     at_barrier: list[int] = []
     dirty: set[int] = set()
+    used: set[int] = set()
+    """Storages that kernels since the last barrier read or write to."""
     draws = False
     drawing: list[bool] = []
     given: set[int] = set()
@@ -257,9 +260,12 @@ def script_of(
     for index, entry in enumerate(entries):
         if entry.kind in ("now", "settle"):
             if entry.kind == "now":
-                waits = any(storage_of[slot] in dirty for slot in _refs(entry))
-            else:
-                waits = bool(dirty.intersection(entry.args)) if entry.args else draws
+                waits = any(storage_of[slot] in dirty for slot in _refs(entry)) or any(
+                    storage_of[slot] in used for slot in entry.writes
+                )
+                waits = waits or (draws and is_foreign(entry.func))  # which may draw too
+            else:  # Python may write where it looks, as to what x.numpy() gives
+                waits = not used.isdisjoint(entry.args) if entry.args else draws
             if waits:
                 moments[index] = len(barriers)
                 here = {one for one in alive[index] if one in first_of}
@@ -278,6 +284,7 @@ def script_of(
                 at_barrier.append(len(calls))
                 calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
                 dirty, draws = set(again), False
+                used = set(again)
             continue
         if runs[index]:
             continue
@@ -305,6 +312,7 @@ def script_of(
                 if entry.kind == "kernel":
                     dirty.add(storage)
         dirty.update(storage_of[slot] for slot in entry.writes)
+        used.update(storage_of[slot] for slot in _slots(entry))
         draws = draws or facts.is_random
         calls.append(call)
 
@@ -339,17 +347,19 @@ def script_of(
         referenced=[(_outside(slot, recording, slots), slot) for slot in needs],
         result=Result(leaves=[ref_to(slot) for slot in leaving]),
     )
+    written = frozenset(program.written())
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
-        frozenset(program.written()), [*drawing, draws], unheld, [seen.creator for seen in storages],
+        written, [*drawing, draws], unheld, [seen.creator for seen in storages],
         [
             *(
                 _expected(
                     entry, place, is_run, live,
                     () if is_run or entry.kind != "kernel" else tuple({
                         number for number in map(storage_of.__getitem__, _refs(entry))
-                        if not is_made[number] and storages[number].size_bytes > _SMALL_BYTES
+                        if not is_made[number]
+                        and (storages[number].size_bytes > _SMALL_BYTES or number in written)
                     }),
                 )
                 for place, (entry, is_run) in enumerate(zip(entries, runs, strict=True))

@@ -14,7 +14,7 @@ from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
-from roam.runtime.beside.placeholders import is_possible
+from roam.runtime.beside.placeholders import UNREAD, is_possible
 from roam.runtime.beside.planned import Planned
 from roam.runtime.beside.recording import Recorder, Recording
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
@@ -25,7 +25,8 @@ from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import Options, choose
 from roam.state.global_flags import kernel_switches
-from roam.torch_compat.private import version_of
+from roam.state.global_state import AMBIENT
+from roam.torch_compat.private import dispatch_modes, version_of
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
@@ -59,6 +60,11 @@ class _Calls:
     """How many recordings there have been since the last call by plan."""
 
 
+def _around(key: Hashable) -> Hashable:
+    """The kind of a call, by its arguments' and by what is around it."""
+    return key, kernel_switches(), tuple(read() for _, read in AMBIENT)
+
+
 class Beside:
     """Runs a user's function beside plans, which are made of recordings of real calls.
 
@@ -87,7 +93,10 @@ class Beside:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
-        key = key, kernel_switches()
+        if any(isinstance(mode, (Recorder, Matched)) for mode in dispatch_modes()):
+            # A part of another step, which sees its operators.
+            return self._function(*args, **kwargs)
+        key = _around(key)
         if any(version_of(tensor) == version for tensor, version in self._torn):
             raise ExecutionError(
                 "an earlier step failed half-way; load the model's and the optimizer's state again first",
@@ -135,7 +144,7 @@ class Beside:
 
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
-        calls = self._calls.get((key, kernel_switches()))
+        calls = self._calls.get(_around(key))
         planned = calls.ways[0].planned if calls and calls.ways and not calls.records else None
         if planned is None:
             return self.run(args, kwargs, key)
@@ -265,6 +274,8 @@ class Beside:
                     if matched.failure is error:
                         raise
                     matched.raised(error)
+                    if type(error) is RuntimeError and UNREAD in str(error):
+                        raise ExecutionError(UNREAD, code="unread") from error
                     raise
                 finally:
                     matched.release()
