@@ -8,6 +8,7 @@ import copy
 import ctypes
 import functools
 import re
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -209,6 +210,12 @@ def _given(prepare: Callable[[_My], Any]) -> Callable[[], Any]:
         )
 
     return capture
+
+
+def _elsewhere(does: Callable[[], object]) -> None:
+    thread = threading.Thread(target=does)
+    thread.start()
+    thread.join()
 
 
 def _replace(my: _My, name: str, value: Any) -> None:
@@ -524,6 +531,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
     "tensor_rate": _tensor_rate,
     "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),
+    "thread": _between(lambda my, loss: _elsewhere(lambda: my.batch.add_(1))),
     "uninitialized_parameter": _given(lambda my: _replace(my, "model", nn.LazyLinear(1))),
     "unknown_number": _next_rate,
     "unknown_state": _given(

@@ -100,6 +100,8 @@ PATCHES: Final = (
           "no operator shows the assignment, and a plan leaves the old memory in place"),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__new__",), "notes whether a capture's fakes are all gone",
           "caches of functions are searched after every capture, or fakes stay in them"),
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("__torch_dispatch__",),
+          "an operator that another thread runs on a step's tensors is refused", "a plan leaves it out"),
     Patch("torch.Tensor", ("tolist", "__array__", "__dlpack__", "untyped_storage", "_typed_storage", "__reduce_ex__",
                            "__deepcopy__"), _BESIDE, _NO_BESIDE),
     Patch("torch.Tensor", ("data",), "a step that runs beside its plan and gives a tensor other data leaves the plan",

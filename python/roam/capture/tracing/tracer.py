@@ -5,9 +5,10 @@ from __future__ import annotations
 import dis
 import operator
 import re
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -63,6 +64,8 @@ from roam.state.wrappers import is_faked
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
     forget_layouts,
     is_dtensor,
     is_of_dynamo,
@@ -166,6 +169,7 @@ def trace(
                 stack.enter_context(replaced(PRESENT))
             stack.enter_context(imports_leave(not_tracing))
             stack.enter_context(quiet_fakes())  # the step may catch what they raise
+            stack.enter_context(_in_one_thread(recorder, fake_state.mode))
             stack.enter_context(fake_state.mode)
             stack.enter_context(recorder)
             modules = [module for _, module in fake_state.reach.modules]
@@ -226,6 +230,36 @@ def trace(
         for entry in fake_state.entries().keys() - before.entries.keys():
             entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         fake_state.forget_values()
+
+
+@contextmanager
+def _in_one_thread(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
+    """Refuses a step another thread of which runs operators on its tensors: nothing records them.
+    An error in that thread might end nowhere.
+    """
+    thread = threading.get_ident()
+    original: Any = vars(FakeTensor)["__torch_dispatch__"].__func__
+    elsewhere: list[CaptureError] = []
+
+    def dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() != thread and any(
+            isinstance(value, FakeTensor) and value.fake_mode is mode
+            for value in pytree.tree_leaves((args, kwargs))
+        ):
+            try:
+                recorder.refuse(
+                    "another thread runs it on a tensor of the step's, where capture does not see it; run all "
+                    "operators in one thread",
+                    code="thread", op=str(func),
+                )  # fmt: skip
+            except CaptureError as refusal:
+                elsewhere.append(refusal)
+        return original(kind, func, types, args, kwargs or {})
+
+    with replaced([(FakeTensor, "__torch_dispatch__", classmethod(dispatch))]):
+        yield
+    for refusal in elsewhere:
+        raise refusal
 
 
 def _left(

@@ -31,7 +31,8 @@ from roam.torch_compat.private import dispatch_modes, version_of
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
-    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "trainer_log",
+    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
+    "trainer_log",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _MOST_RECORDED = 8
