@@ -11,7 +11,7 @@ from typing import Any
 from roam.program.ir import Call, Program, Ref, Source, Storage, TensorMeta
 from roam.report.table import columns, format_bytes
 from roam.report.tables import Amount, Table, as_html
-from roam.runtime.strategy import Choice
+from roam.runtime.strategy import Choice, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ class StepMemory:
             nothing for themselves.
         limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None without a
             limit.
-        floor_bytes: no plan takes less, however often operators run; None if nothing runs again, or
-            if tensors are offloaded.
+        floor_bytes: no plan with the same tiles takes less, however often operators run; None if
+            nothing runs again, or if tensors are offloaded.
         extra_runs: how many operators run again to keep within the limit, views not counted.
         extra_s: seconds of these extra runs, and of stores and loads of offloaded tensors, by plan.
-        least_extra_s: no plan within the limit has extra runs that take less, by plan; None if
-            tensors are offloaded.
+        least_extra_s: no plan within the limit with the same tiles has extra runs that take less, by
+            plan; None if tensors are offloaded.
         step_s: seconds of the step without extra runs, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.
@@ -132,6 +132,7 @@ class StepMemory:
         transfers_s: seconds that their stores and loads take, by plan.
         transfers_measured_s: seconds that these took in the step that was measured; None as
             `extra_measured_s`.
+        cuts: what runs tile by tile to keep within the limit; None if nothing does.
     """
 
     uses_pool: bool
@@ -163,6 +164,7 @@ class StepMemory:
     loaded_bytes: int = 0
     transfers_s: float = 0.0
     transfers_measured_s: float | None = None
+    cuts: Cuts | None = None
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
@@ -191,6 +193,7 @@ class StepMemory:
             offloaded_bytes=0 if offloaded is None else offloaded.stored_bytes,
             loaded_bytes=0 if offloaded is None else offloaded.loaded_bytes,
             transfers_s=0.0 if offloaded is None else offloaded.transfers_s,
+            cuts=choice.cuts,
         )
 
     @property
@@ -219,6 +222,11 @@ class StepMemory:
         return "".join(map(as_html, tables))
 
     def _extra_time(self) -> list[str]:
+        """What tiles, recomputation and offloading cost, if there are any."""
+        cuts = [] if self.cuts is None else [str(self.cuts)]
+        return [*cuts, *self._again()]
+
+    def _again(self) -> list[str]:
         """What recomputation and offloading cost, if there is any."""
         if not self.extra_runs and not self.offloaded_tensors:
             return []
@@ -239,7 +247,7 @@ class StepMemory:
         least = ""
         if self.least_extra_s is not None:
             least = (
-                f"; no plan within the limit takes less extra time than "
+                f"; no plan within the limit{' with these tiles' if self.cuts else ''} takes less extra time than "
                 f"{self._of_step(self.least_extra_s)}"
             )
         return [
@@ -271,7 +279,11 @@ class StepMemory:
             ),
             ("total", self.total_bytes, "persistent + pool + unpooled"),
             ("limit", self.limit_bytes, "the most that a step may take"),
-            ("floor", self.floor_bytes, "no plan, whatever it runs again, takes less"),
+            (
+                "floor",
+                self.floor_bytes,
+                "no plan with the same tiles takes less, whatever it runs again",
+            ),
             (
                 "run",
                 self.run_bytes,

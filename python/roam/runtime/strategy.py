@@ -29,6 +29,7 @@ from roam.kernels.calls import Placed, copyable_calls, placed_calls
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
 from roam.kernels.times import completed, times
+from roam.kernels.tiles import exactly_tiled
 from roam.kernels.times import known as timed
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
@@ -38,6 +39,7 @@ from roam.program.lower import Lowering
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
+from roam.program.tiling import Tiled, candidates, tiled
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
@@ -78,6 +80,13 @@ _MOST_LIMITS = 4
 """Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
 that to a plan."""
 
+_PARTS = (2, 4, 8, 16, 32, 64)
+"""Into how many parts the largest tensors are cut."""
+_MOST_LEVELS = 4
+"""How many sizes of tensors are tried as the least that never exist whole."""
+_WORTH_TILES = 0.98
+"""Smaller tiles that leave more than this share of a total are not worth their time."""
+
 _OF_ORDER = (
     "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
 )  # fmt: skip
@@ -114,9 +123,10 @@ class Recomputation:
             and loads.
         extra_s: seconds that these calls take, as measured or by the cost model.
         step_s: seconds of the step without these calls.
-        least_extra_s: no plan within the limit has extra runs that take less; None if tensors are
-            offloaded, since it is not known then.
-        floor_bytes: no plan, whatever it runs again, takes less in all; None as `least_extra_s`.
+        least_extra_s: no plan within the limit with the same tiles has extra runs that take less;
+            None if tensors are offloaded, since it is not known then.
+        floor_bytes: no plan with the same tiles takes less in all, whatever it runs again; None as
+            `least_extra_s`.
         timed_calls: how many of the step's calls have a time that was measured on the device.
         modelled_calls: how many have a time by the cost model, scaled to the measured times.
     """
@@ -130,6 +140,36 @@ class Recomputation:
     timed_calls: int
     modelled_calls: int
     offloaded: Offloaded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What a step runs tile by tile, so that its largest tensors never exist whole.
+
+    Attributes:
+        rows: for each call that runs so: the operators that it makes the results of, the user's
+            line, and the number of tiles.
+        gone_bytes: what the tensors that never exist whole take in a step without tiles.
+        extra_s: seconds that the step takes beyond one without tiles, as measured or by the cost
+            model.
+        step_s: seconds of that step.
+    """
+
+    rows: tuple[tuple[str, str, int], ...]
+    gone_bytes: int
+    extra_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        """What is cut, into how many tiles, and what it costs."""
+        share = self.extra_s / max(self.step_s, 1e-9)
+        made = "\n".join(
+            f"  {tiles} tiles: {name} at {source}" for name, source, tiles in self.rows
+        )
+        return (
+            f"tensors of {format_bytes(self.gone_bytes)} never exist whole: what is made of them is made "
+            f"tile by tile, for {share:.1%} of the step's time by plan\n{made}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +202,7 @@ class Choice:
             allocate for themselves.
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
+        cuts: what runs tile by tile; None if nothing does.
     """
 
     program: Program
@@ -180,6 +221,7 @@ class Choice:
     memory_limit_bytes: int | None = None
     checks_bytes: int = 0
     recomputation: Recomputation | None = None
+    cuts: Cuts | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -219,6 +261,7 @@ class Choice:
         elif self.uses_pool and self.bound_bytes is not None:
             bound_bytes, of = self.bound_bytes, " without a pool"
         planned, program_order = map(format_bytes, (self.total_bytes, self.eager_bytes))
+        of += " with the same tiles" if self.cuts is not None else ""
         least = f"; at least {format_bytes(bound_bytes)} in any plan{of}" if bound_bytes else ""
         return (
             f"{planned} in all by plan, {'with' if self.uses_pool else 'without'} a pool; "
@@ -472,6 +515,115 @@ class _Chooser:
         return self.plain.total_bytes + self.plain.checks_bytes
 
     def within(self, limit_bytes: int) -> Choice:
+        """`plain`, or if that is above the limit, a plan within it in which calls run again, or run
+        tile by tile: the one of the least extra time that is found.
+        """
+        best: Choice | None = None
+        failure: PlanError | None = None
+        try:
+            best = self._whole_within(limit_bytes)
+        except PlanError as error:
+            if not error.code.startswith("memory_"):
+                raise
+            failure = error
+        if best is None or _extra_s(best) > 0:
+            by_tiles = self._tiled_within(limit_bytes)
+            if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
+                return replace(by_tiles, memory_limit_bytes=limit_bytes)
+        if best is None:
+            assert failure is not None, "nothing was found"
+            raise failure
+        return best
+
+    def _tiled_within(self, limit_bytes: int) -> Choice | None:
+        """A plan within a limit in which the largest tensors never exist whole; None if none is
+        found.
+        """
+        device = self._variant.device
+        if not self._is_real or self._streams > 1 or self._tier is not None or device.type != "cpu":
+            return None
+        program = merged(self._variant.program)
+        sizes = candidates(program)
+        most = max(sizes.values(), default=0)
+        for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
+            gone = {number for number, size in sizes.items() if size >= least_bytes}
+            parts = self._parts(program, gone, most, limit_bytes)
+            if parts is None:
+                continue
+            with self._trying():
+                found = exactly_tiled(program, gone, most // parts, device)
+            if found is None:
+                continue
+            choice, lowering = self._way_by_tiles(found)
+            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+            if choice.total_bytes > left_bytes:
+                prepared = self._prepared(lowering, left_bytes)
+                try:
+                    choice = self._within(left_bytes, prepared, choice, self._pool)
+                except PlanError as error:
+                    if not error.code.startswith("memory_"):
+                        raise
+                    continue
+            return self._with_cuts(choice, found, lowering, left_bytes)
+        return None
+
+    def _parts(
+        self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
+    ) -> int | None:
+        """Into how many parts the largest tensors have to be cut to keep within a limit, if all cuts
+        are exact, or after which number smaller ones save almost nothing; None if nothing can be
+        cut.
+        """
+        best: tuple[int, int] | None = None
+        for parts in _PARTS:
+            found = tiled(program, gone, most_bytes // parts)
+            if found is None:
+                return None
+            choice, _ = self._way_by_tiles(found)
+            if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
+                return best[1]
+            best = choice.total_bytes, parts
+            if choice.total_bytes + choice.checks_bytes <= limit_bytes:
+                return parts
+        assert best is not None
+        return best[1]
+
+    def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
+        """The best way to run a program with tiles, and the program lowered."""
+        plain, device = self.plain, self._variant.device
+        program = fused(found.program, device)
+        placed = placed_calls(program, device)
+        lowering = self._lowering(program, placed, self._workspaces(program, placed), None)
+        made = partial(
+            Choice,
+            eager_graph=plain.eager_graph,
+            eager_bytes=plain.eager_bytes,
+            kernel_bytes=plain.kernel_bytes,
+        )
+        return self._way(placed, lowering, [], made, None), lowering
+
+    def _with_cuts(
+        self, choice: Choice, found: Tiled, lowering: Lowering, left_bytes: int
+    ) -> Choice:
+        """The choice with what its tiles cost."""
+        seconds = [
+            float(self._prepared(one, left_bytes).graph(pool=False).times_ns.sum()) / 1e9
+            for one in (self._lowered, lowering)
+        ]
+        calls = found.source.calls
+        rows = tuple(
+            (
+                ", ".join(dict.fromkeys(calls[one.position].name for one in tile.members)),
+                str(tile.call.source),
+                tile.body.tiles,
+            )
+            for tile in found.tiles
+        )
+        gone_bytes = sum(found.source.storages[number].size_bytes for number in found.gone)
+        cuts = Cuts(rows, gone_bytes, seconds[1] - seconds[0], seconds[0])
+        return replace(choice, cuts=cuts)
+
+    def _whole_within(self, limit_bytes: int) -> Choice:
         """`plain`, or if that is above the limit, a plan within it in which calls run again."""
         best = self.plain
         left_bytes = max(limit_bytes - best.checks_bytes, 1)
@@ -991,7 +1143,8 @@ _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 
 def _extra_s(choice: Choice) -> float:
     """Seconds that a step within a limit takes beyond one without."""
-    return 0.0 if choice.recomputation is None else choice.recomputation.extra_s
+    again_s = 0.0 if choice.recomputation is None else choice.recomputation.extra_s
+    return again_s + (0.0 if choice.cuts is None else choice.cuts.extra_s)
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:
