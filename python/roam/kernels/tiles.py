@@ -18,7 +18,7 @@ from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
 from roam.program.tiles import Cut
-from roam.program.tiling import Member, Tile, Tiled, tiled
+from roam.program.tiling import VIEWS, Member, Tile, Tiled, tiled
 
 _KIND = "tiles"
 _ROUNDS = 2
@@ -106,6 +106,7 @@ class _Trial:
     def __init__(self, found: Tiled, device: torch.device, turn: int) -> None:
         self.found, self.device, self.turn = found, device, turn
         self.values: dict[int, Any] = {}
+        self.makers = _makers(found.source)
         self.generator = torch.Generator(device).manual_seed(turn)
 
     def wrong(self, tile: Tile) -> int:
@@ -158,7 +159,13 @@ class _Trial:
             if slot in values:
                 return values[slot]
             if slot not in self.values:
-                self.values[slot] = self._value(slot)
+                index = self.makers.get(slot)
+                view = None if index is None else self.found.source.calls[index]
+                if view is not None and view.target in VIEWS:
+                    made = zip(view.outputs, self._run(view, values), strict=True)
+                    self.values.update((one, tensor) for one, tensor in made if one is not None)
+                else:
+                    self.values[slot] = self._value(slot)
             return self.values[slot]
 
         args = substitute(call.args, lambda ref: value(ref.slot))

@@ -506,7 +506,9 @@ class Builder:
             raise Uncut(meta.storage)
         if (slot, cut) in self._known:
             return self._known[slot, cut]
-        if not self.tiling.is_gone(slot):
+        if self._is_late(slot):
+            number = self.made(slot, cut)
+        elif not self.tiling.is_gone(slot):
             try:
                 joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
             except ValueError:
@@ -548,7 +550,19 @@ class Builder:
         """The number of a tensor that a tile sees whole."""
         if self.tiling.is_gone(slot):
             raise Uncut(self.meta(slot).storage)
+        if self._is_late(slot):
+            call = self.tiling.program.calls[self.tiling.makers[slot]]
+            if len(call.outputs) == 1:
+                args = substitute(call.args, lambda ref: Ref(self.whole(ref.slot)))
+                return self.emit(call.target, args, call.kwargs)
         return self._input(slot, None)
+
+    def _is_late(self, slot: int) -> bool:
+        """Whether a tensor is a view that the original program makes later than the tiles run, so
+        that they make it themselves.
+        """
+        index = self.tiling.makers.get(slot, -1)
+        return index >= self.position and self.tiling.program.calls[index].target in VIEWS
 
     def _input(self, slot: int, cut: Cut | None) -> int:
         storage = self.meta(slot).storage
@@ -666,6 +680,14 @@ def _pick(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """The score of each row's label, as a column; of any other where the label is none."""
     return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
 
+
+VIEWS = frozenset(
+    (
+        aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+        aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int,
+        aten.detach.default, aten.alias.default, aten.split.Tensor,
+    )
+)  # fmt: skip
 
 Rule = Callable[[Builder, Call, int, Cut], int]
 RULES: dict[Any, Rule] = {}
