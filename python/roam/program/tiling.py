@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, ref_to, substitute
 from roam.program.lower import flops_of
@@ -192,6 +194,9 @@ class _Tiling:
         of what is subtracted beside them."""
         self.added: dict[int, list[Call]] = {}
         """Calls that take the place of a call."""
+        self.totals: dict[int, int] = {}
+        """For the gradient of a log-softmax that is cut along its own dimension, the slot of the
+        sums of rows."""
         self.losses: dict[int, Call] = {}
         self.extents: dict[int, tuple[int, int]] = {}
         self.written: dict[int, list[int]] = {}
@@ -234,21 +239,35 @@ class _Tiling:
         if not _is_pure(self.program, call) or len(call.outputs) != 1 or call.outputs[0] is None:
             raise blame
         (slot,) = call.outputs
-        self.members.append(self._member(index, slot))
+        self.members.append(self._cheapest(index, slot))
 
-    def _member(self, index: int, slot: int) -> Member:
-        """The cheapest way to make a result tile by tile."""
+    def _cheapest(
+        self, index: int, slot: int, make: Callable[[Builder, Cut], int] | None = None
+    ) -> Member:
+        """The cheapest way to make a result tile by tile: of those that can be cut as finely as
+        wanted, or else of all; of those of one cost, the one with the longest axis.
+
+        Args:
+            index: the call that makes it.
+            slot: the result.
+            make: builds a tile's part of it; None: as the call does.
+        """
         meta = self.slots[slot]
         assert meta is not None
-        best: tuple[float, Member] | None = None
+        best: tuple[tuple[bool, float, int], Member] | None = None
         blame: Uncut | None = None
         for cut in _cuts(meta):
-            member = Member(index, slot, cut, lambda builder, cut=cut: builder.made(slot, cut))
+            how = (
+                partial(Builder.made, slot=slot, cut=cut)
+                if make is None
+                else partial(make, cut=cut)
+            )
+            member = Member(index, slot, cut, how)
             kept = self._state()
             try:
                 builder = Builder(self, _size(meta, cut), index)
                 member.made(builder)
-                cost = builder.cost
+                cost = builder.is_coarse, builder.cost, -builder.size
                 if builder.length([(slot, cut)]) is None:
                     raise Uncut
             except Uncut as error:
@@ -271,11 +290,12 @@ class _Tiling:
 
     def _state(self) -> Any:
         return (
-            len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.extents),
+            len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
+            dict(self.extents),
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
-        slots, storages, members, self.statistics, self.extents = kept
+        slots, storages, members, self.statistics, self.totals, self.extents = kept
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -328,42 +348,61 @@ class _Tiling:
         self.losses[picked] = loss
 
     def statistics_of(self, index: int) -> tuple[int, int]:
-        """Slots of what a log-softmax subtracts from each element of a row: the row's maximum, and
-        then the logarithm of the sum.
+        """Slots of two numbers for each row of a softmax: its maximum; and what an element's
+        exponential is multiplied by, or for a log-softmax the logarithm of the sum.
         """
         if index not in self.statistics:
             call = self.program.calls[index]
-            scores, dim = call.args[0].slot, call.args[1]
-            (slot,) = call.outputs
-            meta = self.slots[slot]
-            given = self.slots[scores]
-            assert meta is not None and given is not None
-            dim %= len(meta.shape)
-            if dim == 0 or dim != len(meta.shape) - 1 or meta.dtype != given.dtype:
-                raise Uncut(meta.storage)
-            if meta.dtype not in (torch.float32, torch.float64):
-                raise Uncut(meta.storage)
-            cut = (0, dim - 1)
-            shape = (*meta.shape[:-1], 1)
-            most, rest = self.new(meta, shape, "maxima"), self.new(meta, shape, "log-sums")
+            scores, (slot,) = call.args[0].slot, call.outputs
+            meta = self._rows_of(slot, call.args[1], self.slots[scores])
+            is_log = call.target is aten._log_softmax.default
 
-            def maxima(builder: Builder) -> int:
-                part = builder.part(scores, cut)
-                return builder.emit(aten.amax.default, (Ref(part), [-1], True))
+            def maxima(builder: Builder, cut: Cut) -> int:
+                return builder.emit(aten.amax.default, (Ref(builder.part(scores, cut)), [-1], True))
 
-            def rests(builder: Builder) -> int:
-                part = builder.part(slot, cut)
+            def rests(builder: Builder, cut: Cut) -> int:
+                # The exponential of the largest element is 1.
+                part = builder.made(slot, cut)
                 most = builder.emit(aten.amax.default, (Ref(part), [-1], True))
-                return builder.emit(aten.neg.default, (Ref(most),))
+                return builder.emit(aten.neg.default, (Ref(most),)) if is_log else most
 
-            self.members += [
-                Member(index, most, cut, maxima),
-                Member(index, rest, cut, rests),
-            ]
-            for member in self.members[-2:]:
-                member.made(Builder(self, math.prod(shape), index))
-            self.statistics[index] = most, rest
+            shape = (*meta.shape[:-1], 1)
+            made = self.new(meta, shape, "maxima"), self.new(meta, shape, "sums")
+            for one, make in zip(made, (maxima, rests), strict=True):
+                self.members.append(self._cheapest(index, one, make))
+            self.statistics[index] = made
         return self.statistics[index]
+
+    def total_of(self, index: int) -> int:
+        """The slot of the sums of rows that the gradient of a softmax takes shares of."""
+        if index not in self.totals:
+            call = self.program.calls[index]
+            grad, output = (ref.slot for ref in call.args[:2])
+            meta = self._rows_of(grad, call.args[2], self.slots[output])
+            is_log = call.target is aten._log_softmax_backward_data.default
+
+            def make(builder: Builder, cut: Cut) -> int:
+                parts = [
+                    Ref(builder.part(slot, cut)) for slot in ((grad,) if is_log else (grad, output))
+                ]
+                return builder.emit(_row_total, tuple(parts))
+
+            total = self.new(meta, (*meta.shape[:-1], 1), "totals")
+            self.members.append(self._cheapest(index, total, make))
+            self.totals[index] = total
+        return self.totals[index]
+
+    def _rows_of(self, slot: int, dim: int, other: TensorMeta | None) -> TensorMeta:
+        """A tensor of which a softmax takes rows, with those that it makes of them."""
+        meta = self.slots[slot]
+        assert meta is not None
+        assert other is not None
+        dims = len(meta.shape)
+        # In half precision a kernel rounds what it has computed in single precision.
+        is_plain = meta.dtype in (torch.float32, torch.float64) and other.dtype == meta.dtype
+        if dims < 2 or dim % dims != dims - 1 or not is_plain:
+            raise Uncut(meta.storage)
+        return meta
 
     def _rewritten(self, removed: set[int]) -> Tiled:
         """The program with tiles."""
@@ -589,6 +628,11 @@ class Builder:
     def given(self) -> list[int]:
         """Slots of the inputs, in order."""
         return [slot for slot, _ in self._inputs]
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the axis is too short for tiles as small as wanted."""
+        return self.widest_bytes > self.tiling.part_bytes
 
     def length(self, made: Collection[tuple[int, Cut]]) -> int | None:
         """How much of the axis a tile has: the least at which nothing is known to get other bits;
@@ -934,27 +978,27 @@ def _addmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (Ref(bias), *factors), call.kwargs)
 
 
-@_rule(aten._softmax.default)
+@_rule(aten._softmax.default, aten._log_softmax.default)
 def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim = call.args[1] % len(out.shape)
-    _off(dim, cut)
     number = builder.part(call.args[0].slot, cut)
-    return builder.emit(call.target, (Ref(number), _dim(dim, cut), call.args[2]))
-
-
-@_rule(aten._log_softmax.default)
-def _log_softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
-    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    if not cut[0] <= call.args[1] % len(out.shape) <= cut[1]:
-        return _softmax(builder, call, place, cut)
-    if cut[0] != cut[1]:
-        raise Uncut
+    if not cut[0] <= dim <= cut[1]:
+        return builder.emit(call.target, (Ref(number), _dim(dim, cut), call.args[2]))
+    _off_others(dim, cut)
+    builder.cost += 2 * math.prod(out.shape)  # the statistics
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
-    most, rest = builder.tiling.statistics_of(index)
-    number = builder.part(call.args[0].slot, cut)
-    number = builder.emit(aten.sub.Tensor, (Ref(number), Ref(builder.whole(most))))
-    return builder.emit(aten.sub.Tensor, (Ref(number), Ref(builder.whole(rest))))
+    most, rest = (Ref(builder.whole(slot)) for slot in builder.tiling.statistics_of(index))
+    less = Ref(builder.emit(aten.sub.Tensor, (Ref(number), most)))
+    if call.target is aten._log_softmax.default:
+        return builder.emit(aten.sub.Tensor, (less, rest))
+    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_exponential, (less,))), rest))
+
+
+def _off_others(dim: int, cut: Cut) -> None:
+    """Refuses a cut of other dimensions with this one."""
+    if cut != (dim, dim):
+        raise Uncut
 
 
 @_rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
@@ -962,64 +1006,84 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
     grad, output, dim, dtype = call.args
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim %= len(out.shape)
+    parts = Ref(builder.part(grad.slot, cut)), Ref(builder.part(output.slot, cut))
     if not cut[0] <= dim <= cut[1]:
-        parts = Ref(builder.part(grad.slot, cut)), Ref(builder.part(output.slot, cut))
         return builder.emit(call.target, (*parts, _dim(dim, cut), dtype))
-    if call.target is aten._softmax_backward_data.default or cut[0] != cut[1]:
-        raise Uncut
-    picked = _picking(builder, grad.slot)
-    if picked is None or dim != 1 or len(out.shape) != 2:
-        raise Uncut(builder.meta(grad.slot).storage)
-    args = picked.args
-    given = [Ref(builder.whole(args[0].slot)), Ref(builder.whole(args[2].slot))]
-    total = Ref(builder.whole(args[6].slot))
-    scores = Ref(builder.part(output.slot, cut))
-    builder.tiling.extents[args[2].slot] = (0, builder.size)
-    return builder.emit(
-        _of_columns, (given[0], given[1], scores, Start(), args[4], args[5], total, dtype)
-    )
+    _off_others(dim, cut)
+    builder.cost += 2 * math.prod(out.shape)  # the totals
+    index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
+    total = Ref(builder.whole(builder.tiling.total_of(index)))
+    is_log = call.target is aten._log_softmax_backward_data.default
+    return builder.emit(_less_share_of_log if is_log else _less_share, (*parts, total))
 
 
-def _picking(builder: Builder, slot: int) -> Call | None:
-    """The gradient of a loss that picks one element of each row, if that is what a tensor is."""
-    index = builder.tiling.makers.get(slot)
-    call = None if index is None else builder.tiling.program.calls[index]
-    if call is None or call.target is not aten.nll_loss_backward.default:
-        return None
-    return call if call.args[3] is None and len(builder.meta(slot).shape) == 2 else None
-
-
-def _of_columns(
-    grad: torch.Tensor, target: torch.Tensor, scores: torch.Tensor, start: int, reduction: int, ignored: int,
-    total: torch.Tensor, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """Some columns of the gradient of a log-softmax from which a loss picks one element of each
-    row: what is picked elsewhere is in one more column, so that the kernel's sum of the row is the
-    same.
+def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+    """The sums of rows of which the gradient of a softmax, or of a log-softmax (whose output is not
+    needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
+    the row, which adds nothing to it, not even a sign of zero.
     """
-    rows, columns = scores.shape
-    wide = scores.new_zeros(rows, columns + 1)
-    wide[:, :columns] = scores
-    is_here = (target >= start) & (target < start + columns)
-    label = torch.where(is_here, target - start, columns).masked_fill_(target == ignored, -100)
-    between = aten.nll_loss_backward(grad, wide, label, None, reduction, -100, total)
-    return aten._log_softmax_backward_data(between, wide, 1, dtype)[:, :columns]  # type: ignore[no-any-return]
+    wide = functional.pad(grad, (0, 1), value=-0.0)
+    if output is None:
+        found = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
+    else:
+        ones = functional.pad(output, (0, 1), value=1.0)
+        found = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
+    return found[..., -1:].neg()  # type: ignore[no-any-return]
+
+
+def _exponential(values: torch.Tensor) -> torch.Tensor:
+    """By the function of the softmax kernels, which is not that of `torch.exp`: the gradient of
+    a log-softmax takes it from rows of zeros whose sum is one.
+    """
+    wide = functional.pad(values, (0, 1))
+    one = torch.full_like(wide, -0.0)
+    one[..., -1] = 1
+    return aten._log_softmax_backward_data(one, wide, -1, values.dtype)[..., :-1].neg()  # type: ignore[no-any-return]
+
+
+def _less_share_of_log(
+    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """Some columns of the gradient of a log-softmax, whose kernel rounds once."""
+    return torch.addcmul(grad, _exponential(output), total, value=-1)
+
+
+def _less_share(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Some columns of the gradient of a softmax."""
+    return (grad - total) * output
 
 
 @_rule(aten.nll_loss_backward.default)
 def _nll_loss_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     grad, scores, target, weight, reduction, ignored, total = call.args
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    if cut != (0, 0) or len(out.shape) != 2:
+    if cut[0] != cut[1] or len(out.shape) != 2:
         raise Uncut
-    own = builder.meta(grad.slot)
-    of_row = builder.part(grad.slot, cut) if own.shape else builder.whole(grad.slot)
     builder.tiling.extents[target.slot] = (0, out.shape[1])
-    given = Ref(builder.part(scores.slot, cut))
-    label = Ref(builder.part(target.slot, cut))
-    number = None if weight is None else Ref(builder.whole(weight.slot))
+    # Of the scores the kernel looks at the shape alone.
+    number = builder.emit(aten.zeros.default, ([1, 1],), {"dtype": out.dtype, "device": out.device})
+    given = Ref(builder.emit(aten.expand.default, (Ref(number), _shape(out, cut))))
     last = Ref(builder.whole(total.slot))
-    return builder.emit(call.target, (Ref(of_row), given, label, number, reduction, ignored, last))
+    of_rows = cut == (0, 0)
+    label = Ref(builder.part(target.slot, cut) if of_rows else builder.whole(target.slot))
+    is_each = bool(builder.meta(grad.slot).shape) and of_rows
+    own = Ref(builder.part(grad.slot, cut) if is_each else builder.whole(grad.slot))
+    weights = None
+    if weight is not None:
+        weights = Ref(builder.whole(weight.slot) if of_rows else builder.part(weight.slot, (0, 0)))
+    if not of_rows:
+        label = Ref(builder.emit(_labels_from, (label, Start(), Length(), ignored)))
+        ignored = _ELSEWHERE
+    return builder.emit(call.target, (own, given, label, weights, reduction, ignored, last))
+
+
+_ELSEWHERE = -100
+
+
+def _labels_from(target: torch.Tensor, start: int, length: int, ignored: int) -> torch.Tensor:
+    """Labels among some columns; `_ELSEWHERE` for others and those that are ignored."""
+    is_here = (target >= start) & (target < start + length) & (target != ignored)
+    return torch.where(is_here, target - start, _ELSEWHERE)
 
 
 @_rule(
