@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roam
+from roam.kernels.tiles import exactly_tiled
+from roam.program import tiling
+from roam.program.ir import Program
+from roam.program.tiles import part_of
+from roam.program.tiling import candidates, tiled
+from roam.runtime.strategy import _Chooser
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,17 +172,112 @@ def block() -> tuple[nn.Module, Callable[..., Any]]:
     return model, step
 
 
+BLOCK_BYTES = 4_500_000
+"""Without tiles, 5,588,160 bytes are needed: scores of two heads take 2 MiB each time."""
+
+
 def test_scores_and_hidden_units_never_exist_whole() -> None:
     """Attention by heads, or finer by queries and by keys; an MLP by tokens and by hidden units."""
     (eager, eager_step), (planned, step) = block(), block()
     batches = torch.randn(4, 2, 1, ROWS, WIDTH)
-    # Two heads' scores take 2 MiB whole, and the hidden units 512 KiB each time.
-    compiled = roam.compile(step, memory=3 * 2**20)
+    compiled = roam.compile(step, memory=BLOCK_BYTES)
     for turn, batch in enumerate(batches):
-        expected, result = eager_step(*batch), (compiled.measured if turn == 3 else compiled)(*batch)
+        expected, result = (
+            eager_step(*batch),
+            (compiled.measured if turn == 3 else compiled)(*batch),
+        )
         assert torch.equal(expected, result)
     assert all(map(torch.equal, planned.parameters(), eager.parameters()))
     memory = compiled.memory()
     assert memory.cuts is not None
     assert memory.measured_bytes is not None
-    assert memory.measured_bytes <= memory.total_bytes <= 3 * 2**20
+    assert memory.measured_bytes <= memory.total_bytes <= BLOCK_BYTES
+
+
+def captured(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> Program:
+    """The program of a later call of a step."""
+    found: list[Program] = []
+    choose = _Chooser.choose
+
+    def spy(self: _Chooser, *args: Any) -> None:
+        found.append(self._variant.program)
+        choose(self, *args)
+
+    monkeypatch.setattr(_Chooser, "choose", spy)
+    roam.compile(make()[1])(*inputs)
+    return found[0]
+
+
+def logits_of(program: Program) -> set[int]:
+    """Everything as large as the logits."""
+    sizes = candidates(program)
+    return {number for number, size in sizes.items() if size == max(sizes.values())}
+
+
+@pytest.mark.parametrize(
+    "lengths", [{64}, {64, 128}, set(range(1, ROWS))], ids=["one", "two", "all"]
+)
+def test_what_gets_other_bits_is_not_cut(
+    lengths: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rows of a product that are made so many at a time get other last bits in this test."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+
+    def faulty(left: Tensor, right: Tensor) -> Tensor:
+        product = torch.mm(left, right)
+        if left.shape[0] in lengths and right.shape[1] == CLASSES:
+            product[-1, -1] = torch.nextafter(product[-1, -1], torch.tensor(torch.inf))
+        return product
+
+    faulty.__qualname__ += str(len(lengths))  # what was found out of one is not known of others
+    rule = tiling.RULES[torch.ops.aten.mm.default]
+
+    def faulty_rule(builder: tiling.Builder, call: Any, place: int, cut: tuple[int, int]) -> int:
+        number = rule(builder, call, place, cut)
+        builder._works[-1] = replace(builder._works[-1], target=faulty)
+        return number
+
+    monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
+    gone = logits_of(program)
+    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, torch.device("cpu"))
+    used = {tile.body.length for tile in found.tiles} if found is not None else set()
+    assert used.isdisjoint(lengths)
+    assert bool(used) == (len(lengths) < 10)
+
+
+def test_each_part_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of every result are all of it, and what is read of it is read after the call."""
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    found = tiled(program, logits_of(program), ROWS * CLASSES * 4 // 8)
+    assert found is not None
+    assert len(found.tiles) == 3
+    for tile in found.tiles:
+        for result in tile.body.results:
+            whole = torch.zeros(result.shape)
+            for start, length in tile.body.intervals():
+                part_of(whole, result.cut, start, length).add_(1)
+            assert bool((whole == 1).all())
+    there: set[int] = {slot for _, slot in (*found.program.referenced, *found.program.constants)}
+    for call in found.program.calls:
+        assert there.issuperset(call.refs())
+        there.update(slot for slot in call.outputs if slot is not None)
+
+
+def test_labels_are_refused_as_by_the_whole() -> None:
+    """A label that is none ends the step with eager's error, before anything is changed."""
+    tokens, labels = batches(1)[0]
+    labels[3] = CLASSES
+    (_, eager_step), (planned, step) = (made(cross_entropy) for _ in range(2))
+    weights_bytes = sum(parameter.nbytes for parameter in planned.parameters())
+    compiled = roam.compile(step, memory=4 * weights_bytes + ROWS * CLASSES * 2)
+    compiled(*batches(1)[0])
+    before = [parameter.clone() for parameter in planned.parameters()]
+    with pytest.raises(IndexError) as expected:
+        eager_step(tokens, labels)
+    with pytest.raises(IndexError) as found:
+        compiled(tokens, labels)
+    assert str(expected.value) in str(found.value)
+    assert all(map(torch.equal, planned.parameters(), before))

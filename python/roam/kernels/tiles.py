@@ -6,6 +6,7 @@ tried, on tensors of the step's own shapes, strides and dtypes, against the call
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection
 from typing import Any
@@ -17,7 +18,7 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
-from roam.program.tiles import Cut
+from roam.program.tiles import Cut, part_of
 from roam.program.tiling import VIEWS, Member, Tile, Tiled, tiled
 
 _KIND = "tiles"
@@ -28,28 +29,42 @@ _one_at_a_time = threading.Lock()
 
 
 def exactly_tiled(
-    program: Program, gone: Collection[int], part_bytes: int, device: torch.device
+    program: Program,
+    gone: Collection[int],
+    part_bytes: int,
+    device: torch.device,
+    room_bytes: int | None = None,
 ) -> Tiled | None:
-    """As `tiled`, with nothing but cuts that have been tried and give the same bits."""
+    """As `tiled`, with nothing but cuts that have been tried and give the same bits.
+
+    Nothing is tried for which the whole takes more than `room_bytes`; what was tried before needs
+    no room.
+    """
     refused: set[tuple[int, Cut, int]] = set()
     for _ in range(_MOST_ATTEMPTS):
         found = tiled(program, gone, part_bytes, refused)
         if found is None:
             return None
-        wrong = _wrong(found, device)
+        wrong = _wrong(found, device, room_bytes)
+        if wrong is None:
+            return None
         if not wrong:
             return found
         refused |= wrong
     return None
 
 
-def _wrong(found: Tiled, device: torch.device) -> set[tuple[int, Cut, int]]:
-    """(slot, cut, length) of results that have other bits."""
+def _wrong(
+    found: Tiled, device: torch.device, room_bytes: int | None
+) -> set[tuple[int, Cut, int]] | None:
+    """(slot, cut, length) of results that have other bits; None if there is no room to try."""
     wrong: set[tuple[int, Cut, int]] = set()
     with _one_at_a_time:
         keys = [_key(found, tile) for tile in found.tiles]
         _learned.update(recall(_KIND, {key for key in keys if key not in _learned}, device))
         if any(key not in _learned for key in keys):
+            if room_bytes is not None and _trial_bytes(found) > room_bytes:
+                return None
             learned: dict[object, int] = {}
             with kernels_alone(device.type), torch.random.fork_rng(()):
                 for turn in range(_ROUNDS):
@@ -91,6 +106,30 @@ def _needed(found: Tiled, member: Member) -> list[int]:
     return sorted(needed)
 
 
+def _trial_bytes(found: Tiled) -> int:
+    """About the most that exists at once while cuts are tried: all that one call replaces, and what
+    is read and made.
+    """
+    source = found.source
+    most = read = 0
+    for tile in found.tiles:
+        indices = {index for member in tile.members for index in _needed(found, member)}
+        made = {
+            source.storage_of(slot)
+            for index in indices
+            for slot in source.calls[index].outputs
+            if slot is not None
+        }
+        most = max(most, sum(source.storages[number].size_bytes for number in made if number >= 0))
+        metas = {slot: found.slots[slot] for slot in tile.call.refs()}
+        read += sum(
+            math.prod(meta.shape) * meta.dtype.itemsize
+            for meta in metas.values()
+            if meta is not None
+        )
+    return most + read
+
+
 def _makers(program: Program) -> dict[int, int]:
     return {
         slot: index
@@ -110,66 +149,73 @@ class _Trial:
         self.generator = torch.Generator(device).manual_seed(turn)
 
     def wrong(self, tile: Tile) -> int:
-        """A bit for each result of a call that is not the whole's."""
+        """A bit for each result of a call that is not the whole's. If one of the parts differs that
+        they are made of, all count as wrong: other values might show it.
+        """
+        every = (1 << len(tile.members)) - 1
+        whole = self._whole(tile)
+        differing: set[int] = set()
+
+        def compare(number: int, value: Any, start: int, length: int) -> None:
+            slot, cut = tile.parts.get(number, (-1, (0, 0)))
+            if slot in whole and differ([part_of(whole[slot], cut, start, length)], [value]):
+                differing.add(number)
+
+        inputs = [self.value(slot, {}) for slot in tile.call.refs()]
+        outs = [
+            torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
+            for made in tile.body.results
+        ]
         try:
-            made = self._run(tile.call, self.values)
-            wrong = 0
-            for place, member in enumerate(tile.members):
-                if not self._is_equal(member, made[place]):
-                    wrong |= 1 << place
+            tile.body.run(inputs, outs, compare)
         except (RuntimeError, IndexError, ValueError, TypeError):
-            return (1 << len(tile.members)) - 1
-        for member, value in zip(tile.members, made, strict=True):
+            return every
+        for member, value in zip(tile.members, outs, strict=True):
             self.values[member.slot] = value
+        if differing:
+            return every
+        wrong = 0
+        for place, member in enumerate(tile.members):
+            loss = self.found.losses.get(member.slot)
+            if loss is not None:
+                original = self.found.source.calls[member.position].outputs
+                expected = [whole[slot] for slot in original if slot is not None]
+                wrong |= differ(self._run(loss, {}), expected) << place
+            elif member.slot in whole:
+                wrong |= differ([outs[place]], [whole[member.slot]]) << place
         return wrong
 
-    def _is_equal(self, member: Member, made: Tensor) -> bool:
+    def _whole(self, tile: Tile) -> dict[int, Any]:
+        """What the original calls make, by slots. Statistics of rows are not among it: they show in
+        what is made of them.
+        """
         source = self.found.source
-        call = source.calls[member.position]
-        loss = self.found.losses.get(member.slot)
-        if member.slot not in call.outputs and loss is None:
-            return True  # statistics, which show in what is made of them
-        expected = self._whole(member)
-        if loss is None:
-            return not differ([made], [expected[call.outputs.index(member.slot)]])
-        return not differ(self._run(loss, {**self.values, member.slot: made}), expected)
-
-    def _whole(self, member: Member) -> list[Tensor]:
-        """What the original calls make."""
-        source = self.found.source
-        needed = _needed(self.found, member)
-        last = {slot: index for index in needed for slot in source.calls[index].refs()}
         values: dict[int, Any] = {}
-        result: list[Tensor] = []
-        for index in needed:
+        for index in sorted(
+            {one for member in tile.members for one in _needed(self.found, member)}
+        ):
             call = source.calls[index]
-            result = self._run(call, values)
-            values.update(
-                (slot, value)
-                for slot, value in zip(call.outputs, result, strict=True)
-                if slot is not None and last.get(slot, -1) > index
-            )
-            for slot in call.refs():
-                if last[slot] == index:
-                    values.pop(slot, None)
-        return result
+            made = zip(call.outputs, self._run(call, values), strict=True)
+            values.update((slot, value) for slot, value in made if slot is not None)
+        return values
+
+    def value(self, slot: int, values: dict[int, Any]) -> Any:
+        """The value of a slot, among those given or one of this round's."""
+        if slot in values:
+            return values[slot]
+        if slot not in self.values:
+            index = self.makers.get(slot)
+            view = None if index is None else self.found.source.calls[index]
+            if view is not None and view.target in VIEWS:
+                made = zip(view.outputs, self._run(view, values), strict=True)
+                self.values.update((one, tensor) for one, tensor in made if one is not None)
+            else:
+                self.values[slot] = self._value(slot)
+        return self.values[slot]
 
     def _run(self, call: Call, values: dict[int, Any]) -> list[Tensor]:
-        def value(slot: int) -> Any:
-            if slot in values:
-                return values[slot]
-            if slot not in self.values:
-                index = self.makers.get(slot)
-                view = None if index is None else self.found.source.calls[index]
-                if view is not None and view.target in VIEWS:
-                    made = zip(view.outputs, self._run(view, values), strict=True)
-                    self.values.update((one, tensor) for one, tensor in made if one is not None)
-                else:
-                    self.values[slot] = self._value(slot)
-            return self.values[slot]
-
-        args = substitute(call.args, lambda ref: value(ref.slot))
-        kwargs = substitute(call.kwargs, lambda ref: value(ref.slot))
+        args = substitute(call.args, lambda ref: self.value(ref.slot, values))
+        kwargs = substitute(call.kwargs, lambda ref: self.value(ref.slot, values))
         made = call.function(*args, **kwargs)
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 

@@ -9,7 +9,8 @@ once, and all before the call ends.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +98,13 @@ class Body:
     results: tuple[Made, ...]
     flops: int
 
+    def __post_init__(self) -> None:
+        # Then the tiles' parts of each result are all of it, and no two of them have an element in
+        # common.
+        for made in self.results:
+            assert math.prod(made.shape[made.cut[0] : made.cut[1] + 1]) == self.size
+        assert 0 < self.length <= max(self.size, _ALIGNED)
+
     @property
     def tiles(self) -> int:
         """How many there are."""
@@ -107,8 +115,15 @@ class Body:
         for start in range(0, self.size, self.length):
             yield start, min(self.length, self.size - start)
 
-    def run(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Writes all results."""
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        seen: Callable[[int, Any, int, int], None] | None = None,
+    ) -> None:
+        """Writes all results. `seen` gets the number of each value that is made, the value, and
+        where the tile begins and how long it is.
+        """
         for start, length in self.intervals():
             values: list[Any] = [
                 tensor if cut is None else part_of(tensor, cut, start, length)
@@ -127,14 +142,16 @@ class Body:
                 ):
                     if number is not None:
                         values[number] = value
+                        if seen is not None:
+                            seen(number, value, start, length)
                 del made
             for result, out in zip(self.results, outs, strict=True):
                 part_of(out, result.cut, start, length).copy_(values[result.number])
 
 
 def lengths_of(size: int, tiles: int) -> list[int]:
-    """Elements of a tile, if an axis of a size is cut into about so many tiles, half as many, and so
-    on, down to two.
+    """Elements of a tile, if an axis of a size is cut into about so many tiles, half as many, and
+    so on, down to two.
     """
     found = []
     while tiles > 1:

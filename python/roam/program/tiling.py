@@ -80,11 +80,13 @@ class Tile:
         call: the call.
         body: what it runs.
         members: what it makes.
+        parts: by the numbers of values, of what tensors of the original program they are parts.
     """
 
     call: Call
     body: Body
     members: tuple[Member, ...]
+    parts: dict[int, tuple[int, Cut]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +427,7 @@ class _Tiling:
             numbers = [member.made(builder) for member in members]
             if not self._holds(builder, position, members):
                 raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
-            body = builder.body(numbers, members)
+            body, parts = builder.body(numbers, members)
             like = program.calls[members[-1].position]
             call = Call(
                 TILES,
@@ -436,7 +438,7 @@ class _Tiling:
                 program.calls[position].phase,
                 like.source,
             )
-            added.setdefault(position, []).append(Tile(call, body, tuple(members)))
+            added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
         calls: list[Call] = []
         tiles: list[Tile] = []
         new_of: dict[int, int] = {}
@@ -481,14 +483,19 @@ class _Tiling:
     def _joins(
         self, builder: Builder, position: int, members: Sequence[Member], member: Member
     ) -> bool:
-        """Whether all that a member needs is there where others are made, and tiles of one length
-        suit all.
+        """Whether a member makes again what others do, all that it needs is there where they are
+        made, and tiles of one length suit all.
         """
-        trial = Builder(self, builder.size, position)
+        trial, alone = (Builder(self, builder.size, position) for _ in range(2))
         try:
-            for one in (*members, member):
+            for one in members:
                 one.made(trial)
+            before = set(trial.again)
+            member.made(trial)
+            member.made(alone)
         except Uncut:
+            return False
+        if before.isdisjoint(alone.again):
             return False
         if trial.length([(one.slot, one.cut) for one in (*members, member)]) is None:
             return False
@@ -523,6 +530,9 @@ class Builder:
         """For each storage that is read, the first call of the original program that stands for a
         reader of it."""
         self.remade: set[int] = set()
+        self.again: set[tuple[int, Cut]] = set()
+        """Parts of what never exists whole."""
+        self.made_parts: dict[tuple[int, Cut], int] = {}
         self._inputs: dict[tuple[int, Cut | None], int] = {}
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
@@ -577,9 +587,11 @@ class Builder:
             self._reader = before
         if self.tiling.is_gone(slot):
             self.remade.add(meta.storage)
+            self.again.add((slot, cut))
             self.widest_bytes = max(
                 self.widest_bytes, math.prod(meta.shape) * meta.dtype.itemsize / self.size
             )
+        self.made_parts[slot, cut] = number
         count, flops = math.prod(meta.shape), flops_of(self.tiling.program, call)
         self.flops += flops
         self.cost += count + flops * _FLOP_COST
@@ -652,8 +664,10 @@ class Builder:
             None,
         )
 
-    def body(self, numbers: Sequence[int], members: Sequence[Member]) -> Body:
-        """The finished body."""
+    def body(
+        self, numbers: Sequence[int], members: Sequence[Member]
+    ) -> tuple[Body, dict[int, tuple[int, Cut]]]:
+        """The finished body, and `Tile.parts`."""
         length = self.length([(member.slot, member.cut) for member in members])
         if length is None:  # none that suits all
             raise Uncut(min(self.remade))
@@ -684,7 +698,7 @@ class Builder:
         for number, member in zip(numbers, members, strict=True):
             meta = self.meta(member.slot)
             made.append(Made(order[number], member.cut, meta.shape, meta.stride, meta.dtype))
-        return Body(
+        body = Body(
             self.size,
             length,
             tuple(cut for _, cut in self._inputs),
@@ -692,6 +706,12 @@ class Builder:
             tuple(made),
             round(self.flops),
         )
+        parts = {
+            order[number]: (slot, cut)
+            for (slot, cut), number in self.made_parts.items()
+            if number in order
+        }
+        return body, parts
 
 
 def _refs(value: Any) -> list[int]:

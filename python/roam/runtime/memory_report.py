@@ -116,8 +116,8 @@ class StepMemory:
             nothing runs again, or if tensors are offloaded.
         extra_runs: how many operators run again to keep within the limit, views not counted.
         extra_s: seconds of these extra runs, and of stores and loads of offloaded tensors, by plan.
-        least_extra_s: no plan within the limit with the same tiles has extra runs that take less, by
-            plan; None if tensors are offloaded.
+        least_extra_s: no plan within the limit with the same tiles has extra runs that take less,
+            by plan; None if tensors are offloaded.
         step_s: seconds of the step without extra runs, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.

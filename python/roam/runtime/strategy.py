@@ -28,8 +28,8 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.times import completed, times
 from roam.kernels.tiles import exactly_tiled
+from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
@@ -41,7 +41,7 @@ from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
 from roam.program.tiling import Tiled, candidates, tiled
 from roam.report.table import format_bytes
-from roam.runtime.available import known_limit
+from roam.runtime.available import available_bytes, known_limit
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import copied_bytes, extra_bytes
 from roam.runtime.offloading import Offloaded, never_loaded, offerings
@@ -383,16 +383,27 @@ def choose(
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
             return choices
-        enough = PlanError(
-            f"{refusal}. The least that was found to be enough for every step that runs as this one does, the first one included, is "
+        enough = _continued(
+            refusal,
+            "The least that was found to be enough for every step that runs as this one does, the first one included, is "
             f"memory={limit_bytes}",
-            code=refusal.code,
-            operator=refusal.operator,
-            position=refusal.position,
-            source=refusal.source,
         )
         enough.least_bytes = limit_bytes
         raise enough from None
+
+
+def _continued(error: PlanError, more: str) -> PlanError:
+    """An error with one more sentence."""
+    result = PlanError(
+        f"{error}. {more}",
+        code=error.code,
+        operator=error.operator,
+        position=error.position,
+        source=error.source,
+    )
+    if error.least_bytes is not None:
+        result.least_bytes = error.least_bytes
+    return result
 
 
 class _Chooser:
@@ -526,22 +537,33 @@ class _Chooser:
             if not error.code.startswith("memory_"):
                 raise
             failure = error
-        if best is None or _extra_s(best) > 0:
+        if self._cuts and (best is None or _extra_s(best) > 0):
+            untried, self._untried = self._untried, None
             by_tiles = self._tiled_within(limit_bytes)
             if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
                 return replace(by_tiles, memory_limit_bytes=limit_bytes)
-        if best is None:
-            assert failure is not None, "nothing was found"
+            self._untried = untried
+        if best is not None:
+            return best
+        assert failure is not None, "nothing was found"
+        if not self._cuts:
             raise failure
-        return best
+        raise _continued(
+            failure,
+            "This holds for whole operators; with operators cut into tiles no plan was found either",
+        )
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether operators may be cut into tiles."""
+        is_tried = self._is_real and self._variant.device.type == "cpu"
+        return is_tried and self._streams == 1 and self._tier is None
 
     def _tiled_within(self, limit_bytes: int) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is
         found.
         """
         device = self._variant.device
-        if not self._is_real or self._streams > 1 or self._tier is not None or device.type != "cpu":
-            return None
         program = merged(self._variant.program)
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
@@ -551,7 +573,9 @@ class _Chooser:
             if parts is None:
                 continue
             with self._trying():
-                found = exactly_tiled(program, gone, most // parts, device)
+                found = exactly_tiled(
+                    program, gone, most // parts, device, available_bytes(device, 0)
+                )
             if found is None:
                 continue
             choice, lowering = self._way_by_tiles(found)
@@ -570,9 +594,9 @@ class _Chooser:
     def _parts(
         self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
     ) -> int | None:
-        """Into how many parts the largest tensors have to be cut to keep within a limit, if all cuts
-        are exact, or after which number smaller ones save almost nothing; None if nothing can be
-        cut.
+        """Into how many parts the largest tensors have to be cut to keep within a limit, if all
+        cuts are exact, or after which number smaller ones save almost nothing; None if nothing can
+        be cut.
         """
         best: tuple[int, int] | None = None
         for parts in _PARTS:
@@ -580,17 +604,18 @@ class _Chooser:
             if found is None:
                 return None
             choice, _ = self._way_by_tiles(found)
+            if self._untried is not None:  # smaller ones may have room
+                continue
             if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
                 return best[1]
             best = choice.total_bytes, parts
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 return parts
-        assert best is not None
-        return best[1]
+        return None if best is None else best[1]
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
-        plain, device = self.plain, self._variant.device
+        plain, device, self._untried = self.plain, self._variant.device, None
         program = fused(found.program, device)
         placed = placed_calls(program, device)
         lowering = self._lowering(program, placed, self._workspaces(program, placed), None)
