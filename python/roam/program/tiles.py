@@ -133,8 +133,8 @@ class Body:
             for work in self.works:
                 args = _filled(work.args, values, start, length)
                 kwargs = _filled(work.kwargs, values, start, length)
-                for number in work.last:
-                    values[number] = None
+                for used in work.last:
+                    values[used] = None
                 made = work.target(*args, **kwargs)
                 del args, kwargs
                 for number, value in zip(

@@ -240,12 +240,9 @@ class _Tiling:
             return
         if not _is_pure(self.program, call) or len(call.outputs) != 1 or call.outputs[0] is None:
             raise blame
-        (slot,) = call.outputs
-        self.members.append(self._cheapest(index, slot))
+        self.members.append(self._cheapest(index, call.outputs[0]))
 
-    def _cheapest(
-        self, index: int, slot: int, make: Callable[[Builder, Cut], int] | None = None
-    ) -> Member:
+    def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
         """The cheapest way to make a result tile by tile: of those that can be cut as finely as
         wanted, or else of all; of those of one cost, the one with the longest axis.
 
@@ -355,7 +352,8 @@ class _Tiling:
         """
         if index not in self.statistics:
             call = self.program.calls[index]
-            scores, (slot,) = call.args[0].slot, call.outputs
+            scores, slot = call.args[0].slot, call.outputs[0]
+            assert slot is not None
             meta = self._rows_of(slot, call.args[1], self.slots[scores])
             is_log = call.target is aten._log_softmax.default
 
