@@ -21,6 +21,7 @@ import torch
 
 from roam.kernels import rows, substitutes
 from roam.program.ir import TensorMeta, extents, is_dense
+from roam.program.tiles import TILES, run_into
 from roam.torch_compat.private import OpOverload, has_kernel_for, schema_of
 
 Way = Literal["direct", "substitute", "copy_in"]
@@ -70,6 +71,8 @@ class Placement:
     not_if: str = ""
     rows: Callable[..., int] | None = None
     reason: str = ""
+    is_tried: bool = False
+    """Whether the very call is tried when a plan is made, whatever its layouts and dtypes."""
 
     def clears(
         self,
@@ -78,7 +81,9 @@ class Placement:
     ) -> bool:
         """Whether tests cleared the kernel for tensors of these layouts and dtypes."""
         inputs, outputs = list(inputs), list(outputs)
-        return layouts_of(inputs, outputs) in self.cleared.get(dtypes_of(inputs, outputs), ())
+        return self.is_tried or layouts_of(inputs, outputs) in self.cleared.get(
+            dtypes_of(inputs, outputs), ()
+        )
 
     def cleared_in_place(
         self,
@@ -120,6 +125,8 @@ def placement(target: Any, device: str) -> Placement:
     """
     if not isinstance(target, OpOverload):
         return Placement("copy_in", reason="it computes no tensor")
+    if target is TILES:
+        return Placement("substitute", run_into, "tiles", is_tried=True)
     return _placement(target, device)
 
 

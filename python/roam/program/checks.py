@@ -65,7 +65,8 @@ RAISING: Final = frozenset(
     )
     for name in (base, f"{base}_")
 ) | {
-    f"torch_nn::_linear_cross_entropy_batch_chunked{end}" for end in ("", "_no_reduction")
+    *(f"torch_nn::_linear_cross_entropy_batch_chunked{end}" for end in ("", "_no_reduction")),
+    "roam::nll_loss_of_picked",
 }  # fmt: skip
 """Kernels that raise an error for some data, on the CPU: for indices that are out of range, or for
 what an algorithm does not converge on. `tests/test_data_checks.py` looks for them among all of

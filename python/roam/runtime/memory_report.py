@@ -13,7 +13,7 @@ from roam.program.lower import moved_bytes
 from roam.program.pages import Fetch, Keep, Put
 from roam.report.table import columns, format_bytes
 from roam.report.tables import Amount, Table, as_html
-from roam.runtime.strategy import Choice
+from roam.runtime.strategy import Choice, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ class StepMemory:
             nothing for themselves.
         limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None without a
             limit.
-        floor_bytes: no plan takes less, however often operators run; None if nothing runs again, or
-            if tensors are offloaded.
+        floor_bytes: no plan with the same tiles takes less, however often operators run; None if
+            nothing runs again, or if tensors are offloaded.
         extra_runs: how many operators run again to keep within the limit, views not counted.
         extra_s: seconds of these extra runs, and of stores and loads of offloaded tensors, by plan.
-        least_extra_s: no plan within the limit has extra runs that take less, by plan; None if
-            tensors are offloaded.
+        least_extra_s: no plan within the limit with the same tiles has extra runs that take less,
+            by plan; None if tensors are offloaded.
         step_s: seconds of the step without extra runs, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.
@@ -138,6 +138,7 @@ class StepMemory:
             a step reads of tensors that lie in files between their uses, and what it writes there.
         least_moved_bytes: no plan within the limit reads and writes less of them, if it makes
             no tensor of the step again.
+        cuts: what runs tile by tile to keep within the limit; None if nothing does.
     """
 
     uses_pool: bool
@@ -172,6 +173,7 @@ class StepMemory:
     read_bytes: Mapping[str, int] = field(default_factory=dict)
     written_bytes: Mapping[str, int] = field(default_factory=dict)
     least_moved_bytes: int = 0
+    cuts: Cuts | None = None
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
@@ -203,6 +205,7 @@ class StepMemory:
             read_bytes=moved_bytes(choice.program, Fetch),
             written_bytes=moved_bytes(choice.program, Put, Keep),
             least_moved_bytes=choice.least_moved_bytes,
+            cuts=choice.cuts,
         )
 
     @property
@@ -231,6 +234,11 @@ class StepMemory:
         return "".join(map(as_html, tables))
 
     def _extra_time(self) -> list[str]:
+        """What tiles, recomputation and offloading cost, if there are any."""
+        cuts = [] if self.cuts is None else [str(self.cuts)]
+        return [*cuts, *self._again()]
+
+    def _again(self) -> list[str]:
         """What recomputation and offloading cost, if there is any."""
         if not self.extra_runs and not self.offloaded_tensors:
             return []
@@ -251,7 +259,7 @@ class StepMemory:
         least = ""
         if self.least_extra_s is not None:
             least = (
-                f"; no plan within the limit takes less extra time than "
+                f"; no plan within the limit{' with these tiles' if self.cuts else ''} takes less extra time than "
                 f"{self._of_step(self.least_extra_s)}"
             )
         return [
@@ -297,7 +305,11 @@ class StepMemory:
             ),
             ("total", self.total_bytes, "persistent + pool + unpooled"),
             ("limit", self.limit_bytes, "the most that a step may take"),
-            ("floor", self.floor_bytes, "no plan, whatever it runs again, takes less"),
+            (
+                "floor",
+                self.floor_bytes,
+                "no plan with the same tiles takes less, whatever it runs again",
+            ),
             (
                 "run",
                 self.run_bytes,

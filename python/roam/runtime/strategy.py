@@ -29,6 +29,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
+from roam.kernels.tiles import exactly_tiled
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import block_ns, placed_load, time_ns
@@ -42,8 +43,9 @@ from roam.program.paging import least_moved_bytes, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
+from roam.program.tiling import Tiled, candidates, tiled
 from roam.report.table import format_bytes
-from roam.runtime.available import known_limit
+from roam.runtime.available import available_bytes, known_limit
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import copied_bytes, extra_bytes
 from roam.runtime.offloading import Offloaded, never_loaded, offerings
@@ -84,6 +86,13 @@ that to a plan."""
 
 _PAGE_PARTS = 16
 """In so many parts of what may lie in files is sought how much has to."""
+_PARTS = (2, 4, 8, 16, 32, 64)
+"""Into how many parts the largest tensors are cut."""
+_MOST_LEVELS = 4
+"""How many sizes of tensors are tried as the least that never exist whole."""
+_WORTH_TILES = 0.98
+"""Smaller tiles that leave more than this share of a total are not worth their time."""
+
 _OF_ORDER = (
     "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
 )  # fmt: skip
@@ -120,9 +129,10 @@ class Recomputation:
             and loads.
         extra_s: seconds that these calls take, as measured or by the cost model.
         step_s: seconds of the step without these calls.
-        least_extra_s: no plan within the limit has extra runs that take less; None if tensors are
-            offloaded, since it is not known then.
-        floor_bytes: no plan, whatever it runs again, takes less in all; None as `least_extra_s`.
+        least_extra_s: no plan within the limit with the same tiles has extra runs that take less;
+            None if tensors are offloaded, since it is not known then.
+        floor_bytes: no plan with the same tiles takes less in all, whatever it runs again; None as
+            `least_extra_s`.
         timed_calls: how many of the step's calls have a time that was measured on the device.
         modelled_calls: how many have a time by the cost model, scaled to the measured times.
     """
@@ -136,6 +146,36 @@ class Recomputation:
     timed_calls: int
     modelled_calls: int
     offloaded: Offloaded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What a step runs tile by tile, so that its largest tensors never exist whole.
+
+    Attributes:
+        rows: for each call that runs so: the operators that it makes the results of, the user's
+            line, and the number of tiles.
+        gone_bytes: what the tensors that never exist whole take in a step without tiles.
+        extra_s: seconds that the step takes beyond one without tiles, as measured or by the cost
+            model.
+        step_s: seconds of that step.
+    """
+
+    rows: tuple[tuple[str, str, int], ...]
+    gone_bytes: int
+    extra_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        """What is cut, into how many tiles, and what it costs."""
+        share = self.extra_s / max(self.step_s, 1e-9)
+        made = "\n".join(
+            f"  {tiles} tiles: {name} at {source}" for name, source, tiles in self.rows
+        )
+        return (
+            f"tensors of {format_bytes(self.gone_bytes)} never exist whole: what is made of them is made "
+            f"tile by tile, for {share:.1%} of the step's time by plan\n{made}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +210,7 @@ class Choice:
             `program` is one run of a call of the captured step.
         pages: the files that tensors lie in before and after the step; None if none does.
         least_moved_bytes: what any step within the limit reads and writes of these.
+        cuts: what runs tile by tile; None if nothing does.
     """
 
     program: Program
@@ -190,6 +231,7 @@ class Choice:
     recomputation: Recomputation | None = None
     pages: Pages | None = None
     least_moved_bytes: int = 0
+    cuts: Cuts | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -229,6 +271,7 @@ class Choice:
         elif self.uses_pool and self.bound_bytes is not None:
             bound_bytes, of = self.bound_bytes, " without a pool"
         planned, program_order = map(format_bytes, (self.total_bytes, self.eager_bytes))
+        of += " with the same tiles" if self.cuts is not None else ""
         least = f"; at least {format_bytes(bound_bytes)} in any plan{of}" if bound_bytes else ""
         return (
             f"{planned} in all by plan, {'with' if self.uses_pool else 'without'} a pool; "
@@ -354,16 +397,27 @@ def choose(
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
             return choices
-        enough = PlanError(
-            f"{refusal}. The least that was found to be enough for every step that runs as this one does, the first one included, is "
+        enough = _continued(
+            refusal,
+            "The least that was found to be enough for every step that runs as this one does, the first one included, is "
             f"memory={limit_bytes}",
-            code=refusal.code,
-            operator=refusal.operator,
-            position=refusal.position,
-            source=refusal.source,
         )
         enough.least_bytes = limit_bytes
         raise enough from None
+
+
+def _continued(error: PlanError, more: str) -> PlanError:
+    """An error with one more sentence."""
+    result = PlanError(
+        f"{error}. {more}",
+        code=error.code,
+        operator=error.operator,
+        position=error.position,
+        source=error.source,
+    )
+    if error.least_bytes is not None:
+        result.least_bytes = error.least_bytes
+    return result
 
 
 class _Chooser:
@@ -488,6 +542,129 @@ class _Chooser:
         return self.plain.total_bytes + self.plain.checks_bytes
 
     def within(self, limit_bytes: int) -> Choice:
+        """`plain`, or if that is above the limit, a plan within it in which calls run again, or run
+        tile by tile: the one of the least extra time that is found.
+        """
+        best: Choice | None = None
+        failure: PlanError | None = None
+        try:
+            best = self._whole_within(limit_bytes)
+        except PlanError as error:
+            if not error.code.startswith("memory_"):
+                raise
+            failure = error
+        if self._cuts and (best is None or _extra_s(best) > 0):
+            untried, self._untried = self._untried, None
+            by_tiles = self._tiled_within(limit_bytes)
+            if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
+                return replace(by_tiles, memory_limit_bytes=limit_bytes)
+            self._untried = untried
+        if best is not None:
+            return best
+        assert failure is not None, "nothing was found"
+        if not self._cuts:
+            raise failure
+        raise _continued(
+            failure,
+            "This holds for whole operators; with operators cut into tiles no plan was found either",
+        )
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether operators may be cut into tiles."""
+        is_tried = self._is_real and self._variant.device.type == "cpu"
+        return is_tried and self._streams == 1 and self._tier is None
+
+    def _tiled_within(self, limit_bytes: int) -> Choice | None:
+        """A plan within a limit in which the largest tensors never exist whole; None if none is
+        found.
+        """
+        device = self._variant.device
+        program = merged(self._variant.program)
+        sizes = candidates(program)
+        most = max(sizes.values(), default=0)
+        for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
+            gone = {number for number, size in sizes.items() if size >= least_bytes}
+            parts = self._parts(program, gone, most, limit_bytes)
+            if parts is None:
+                continue
+            with self._trying():
+                found = exactly_tiled(
+                    program, gone, most // parts, device, available_bytes(device, 0)
+                )
+            if found is None:
+                continue
+            choice, lowering = self._way_by_tiles(found)
+            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+            if choice.total_bytes > left_bytes:
+                prepared = self._prepared(lowering, left_bytes)
+                try:
+                    choice = self._within(left_bytes, prepared, choice, self._pool)
+                except PlanError as error:
+                    if not error.code.startswith("memory_"):
+                        raise
+                    continue
+            return self._with_cuts(choice, found, lowering, left_bytes)
+        return None
+
+    def _parts(
+        self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
+    ) -> int | None:
+        """Into how many parts the largest tensors have to be cut to keep within a limit, if all
+        cuts are exact, or after which number smaller ones save almost nothing; None if nothing can
+        be cut.
+        """
+        best: tuple[int, int] | None = None
+        for parts in _PARTS:
+            found = tiled(program, gone, most_bytes // parts)
+            if found is None:
+                return None
+            choice, _ = self._way_by_tiles(found)
+            if self._untried is not None:  # smaller ones may have room
+                continue
+            if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
+                return best[1]
+            best = choice.total_bytes, parts
+            if choice.total_bytes + choice.checks_bytes <= limit_bytes:
+                return parts
+        return None if best is None else best[1]
+
+    def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
+        """The best way to run a program with tiles, and the program lowered."""
+        plain, device, self._untried = self.plain, self._variant.device, None
+        program = fused(found.program, device)
+        placed = placed_calls(program, device)
+        lowering = self._lowering(program, placed, self._workspaces(program, placed), None)
+        made = partial(
+            Choice,
+            eager_graph=plain.eager_graph,
+            eager_bytes=plain.eager_bytes,
+            kernel_bytes=plain.kernel_bytes,
+        )
+        return self._way(placed, lowering, [], made, None), lowering
+
+    def _with_cuts(
+        self, choice: Choice, found: Tiled, lowering: Lowering, left_bytes: int
+    ) -> Choice:
+        """The choice with what its tiles cost."""
+        seconds = [
+            float(self._prepared(one, left_bytes).graph(pool=False).times_ns.sum()) / 1e9
+            for one in (self._lowered, lowering)
+        ]
+        calls = found.source.calls
+        rows = tuple(
+            (
+                ", ".join(dict.fromkeys(calls[one.position].name for one in tile.members)),
+                str(tile.call.source),
+                tile.body.tiles,
+            )
+            for tile in found.tiles
+        )
+        gone_bytes = sum(found.source.storages[number].size_bytes for number in found.gone)
+        cuts = Cuts(rows, gone_bytes, seconds[1] - seconds[0], seconds[0])
+        return replace(choice, cuts=cuts)
+
+    def _whole_within(self, limit_bytes: int) -> Choice:
         """`plain`, or if that is above the limit, a plan within it in which calls run again."""
         best = self.plain
         left_bytes = max(limit_bytes - best.checks_bytes, 1)
@@ -1136,7 +1313,8 @@ def _take_in(program: Program, folder: Path) -> None:
 
 def _extra_s(choice: Choice) -> float:
     """Seconds that a step within a limit takes beyond one without."""
-    return 0.0 if choice.recomputation is None else choice.recomputation.extra_s
+    again_s = 0.0 if choice.recomputation is None else choice.recomputation.extra_s
+    return again_s + (0.0 if choice.cuts is None else choice.cuts.extra_s)
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:

@@ -1,0 +1,1146 @@
+"""Rewrites a program so that its largest tensors never exist whole, with the same bits.
+
+A set of tensors is chosen that shall be *gone*. Whatever reads one of them, and makes something
+that stays, is cut into tiles along a dimension of its own result over which it has no sum. For each
+tile, the parts of its arguments are made again from what exists whole: a rule per operator says
+which parts of its arguments a part of its result needs (`RULES`). No sum is ever cut. Whether
+a kernel gives the same bits for a part is not assumed: see `roam.kernels.tiles`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, ref_to, substitute
+from roam.program.lower import flops_of
+from roam.program.operators import is_ours, is_region
+from roam.program.passes import prune
+from roam.program.tiles import (
+    PICKED,
+    TILES,
+    Body,
+    Cut,
+    Length,
+    Made,
+    Start,
+    Work,
+    joined,
+    lengths_of,
+    name_of,
+)
+from roam.torch_compat.private import OpOverload
+
+aten = torch.ops.aten
+
+_FLOP_COST = 1 / 16
+"""How long a floating-point operation of a product takes, in elements that are read or written."""
+
+
+class Uncut(Exception):
+    """A part cannot be made.
+
+    Attributes:
+        storage: of what would have to exist whole for it; -1 if that would not help.
+    """
+
+    def __init__(self, storage: int = -1) -> None:
+        super().__init__(storage)
+        self.storage = storage
+
+
+@dataclass(slots=True)
+class Member:
+    """Something that is made tile by tile.
+
+    Attributes:
+        position: of the call that makes it.
+        slot: what is made.
+        cut: how.
+        made: builds a tile's part of it.
+    """
+
+    position: int
+    slot: int
+    cut: Cut
+    made: Callable[[Builder], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A call of `roam::tiles` in a program.
+
+    Attributes:
+        call: the call.
+        body: what it runs.
+        members: what it makes.
+        parts: by the numbers of values, of what tensors of the original program they are parts.
+    """
+
+    call: Call
+    body: Body
+    members: tuple[Member, ...]
+    parts: dict[int, tuple[int, Cut]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A program some of whose tensors never exist whole.
+
+    Attributes:
+        program: the program.
+        source: the original program.
+        tiles: the calls that run tile by tile.
+        gone: storages of `source` that are never whole.
+    """
+
+    program: Program
+    source: Program
+    tiles: tuple[Tile, ...]
+    gone: frozenset[int]
+    losses: dict[int, Call]
+    """By the slot of what a loss picks, the call that sums it. Slots are those of `source`, and new
+    ones."""
+    slots: list[TensorMeta | None]
+    extents: dict[int, tuple[int, int]]
+    """For slots that hold indices or labels: [first, end) of what is in them."""
+
+
+def candidates(program: Program) -> dict[int, int]:
+    """Storages that may never exist whole, with their bytes."""
+    excluded = program.leaving() | program.written()
+    excluded.update(program.storage_of(slot) for slot in program.outgoing())
+    found = {}
+    for number, storage in enumerate(program.storages):
+        if storage.creator < 0 or number in excluded:
+            continue
+        call = program.calls[storage.creator]
+        if _is_pure(program, call):
+            found[number] = storage.size_bytes
+    for call in program.calls:
+        if not is_ours(call.target) or is_region(call.target):
+            for slot in call.refs():
+                found.pop(program.storage_of(slot), None)
+    return found
+
+
+def _is_pure(program: Program, call: Call) -> bool:
+    return (
+        is_ours(call.target)
+        and not is_region(call.target)
+        and not call.mutates
+        and not call.random
+        and call.skip_if is None
+        and call.state is None
+        and not call.is_check
+        and not program.may_raise(call)
+        and all(slot is None or program.slots[slot] is not None for slot in call.outputs)
+        and all(program.slots[slot] is not None for slot in call.refs())
+    )
+
+
+def tiled(
+    program: Program,
+    gone: Collection[int],
+    part_bytes: int,
+    refused: Collection[tuple[int, Cut, int]] = frozenset(),
+) -> Tiled | None:
+    """The program without some tensors, as far as that is possible; None if none can be left out.
+
+    Args:
+        program: the original program.
+        gone: some of its `candidates`; those that cannot be cut stay.
+        part_bytes: about as much of the largest of them exists at once.
+        refused: (slot, cut, length) of results that have other bits if they are cut so.
+    """
+    left = set(gone)
+    while left:
+        try:
+            return _Tiling(program, left, part_bytes, refused).result()
+        except Uncut as error:
+            if error.storage not in left:
+                return None
+            left.discard(error.storage)
+    return None
+
+
+class _Tiling:
+    """One attempt."""
+
+    def __init__(
+        self,
+        program: Program,
+        gone: set[int],
+        part_bytes: int,
+        refused: Collection[tuple[int, Cut, int]],
+    ) -> None:
+        self.program, self.gone, self.refused = program, gone, refused
+        self.part_bytes = part_bytes
+        self.slots = list(program.slots)
+        self.storages = list(program.storages)
+        self.makers = {
+            slot: index
+            for index, call in enumerate(program.calls)
+            for slot in call.outputs
+            if slot is not None
+        }
+        self.members: list[Member] = []
+        self.statistics: dict[int, tuple[int, int]] = {}
+        """For a log-softmax that is cut along its own dimension, the slots of its rows' maxima and
+        of what is subtracted beside them."""
+        self.added: dict[int, list[Call]] = {}
+        """Calls that take the place of a call."""
+        self.totals: dict[int, int] = {}
+        """For the gradient of a log-softmax that is cut along its own dimension, the slot of the
+        sums of rows."""
+        self.losses: dict[int, Call] = {}
+        self.extents: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, list[int]] = {}
+        for index, call in enumerate(program.calls):
+            for slot in call.mutates:
+                self.written.setdefault(program.storage_of(slot), []).append(index)
+
+    def is_gone(self, slot: int) -> bool:
+        """Whether a tensor never exists whole."""
+        meta = self.slots[slot]
+        return meta is not None and meta.storage in self.gone
+
+    def result(self) -> Tiled | None:
+        program = self.program
+        removed: set[int] = set()
+        for index, call in enumerate(program.calls):
+            made = [slot for slot in call.outputs if slot is not None]
+            if made and all(map(self.is_gone, made)):
+                removed.add(index)
+                continue
+            if not any(map(self.is_gone, call.refs())):
+                if any(map(self.is_gone, made)):  # what it makes beside stays
+                    raise Uncut(
+                        next(program.storage_of(slot) for slot in made if self.is_gone(slot))
+                    )
+                continue
+            self._consume(index, call)
+            removed.add(index)
+        if not self.members:
+            return None
+        return self._rewritten(removed)
+
+    def _consume(self, index: int, call: Call) -> None:
+        """Cuts a call that reads what never exists whole."""
+        read = next(slot for slot in call.refs() if self.is_gone(slot))
+        blame = Uncut(self.program.storage_of(read))
+        if call.target is aten.nll_loss_forward.default:
+            self._loss(index, call)
+            return
+        if not _is_pure(self.program, call) or len(call.outputs) != 1 or call.outputs[0] is None:
+            raise blame
+        self.members.append(self._cheapest(index, call.outputs[0]))
+
+    def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
+        """The cheapest way to make a result tile by tile: of those that can be cut as finely as
+        wanted, or else of all; of those of one cost, the one with the longest axis.
+
+        Args:
+            index: the call that makes it.
+            slot: the result.
+            make: builds a tile's part of it; None: as the call does.
+        """
+        meta = self.slots[slot]
+        assert meta is not None
+        best: tuple[tuple[bool, float, int], Member] | None = None
+        blame: Uncut | None = None
+        for cut in _cuts(meta):
+            how = (
+                partial(Builder.made, slot=slot, cut=cut)
+                if make is None
+                else partial(make, cut=cut)
+            )
+            member = Member(index, slot, cut, how)
+            kept = self._state()
+            try:
+                builder = Builder(self, _size(meta, cut), index)
+                member.made(builder)
+                cost = builder.is_coarse, builder.cost, -builder.size
+                if builder.length([(slot, cut)]) is None:
+                    raise Uncut
+            except Uncut as error:
+                self._restore(kept)
+                if blame is None or blame.storage < 0:
+                    blame = error
+                continue
+            if best is None or cost < best[0]:
+                best = cost, member
+            self._restore(kept)
+        if best is None:
+            if blame is None or blame.storage < 0:
+                call = self.program.calls[index]
+                read = next(one for one in call.refs() if self.is_gone(one))
+                blame = Uncut(self.program.storage_of(read))
+            raise blame
+        # What it needs beside is noted now.
+        best[1].made(Builder(self, _size(meta, best[1].cut), index))
+        return best[1]
+
+    def _state(self) -> Any:
+        return (
+            len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
+            dict(self.extents),
+        )  # fmt: skip
+
+    def _restore(self, kept: Any) -> None:
+        slots, storages, members, self.statistics, self.totals, self.extents = kept
+        del self.slots[slots:], self.storages[storages:], self.members[members:]
+
+    def new(
+        self, like: TensorMeta, shape: Sequence[int], name: str, dtype: torch.dtype | None = None
+    ) -> int:
+        """A new tensor of the program."""
+        dtype = dtype or like.dtype
+        stride = [1] * len(shape)
+        for place in range(len(shape) - 2, -1, -1):
+            stride[place] = stride[place + 1] * shape[place + 1]
+        meta = TensorMeta(tuple(shape), tuple(stride), 0, dtype, like.device, len(self.storages))
+        self.storages.append(Storage(math.prod(shape) * dtype.itemsize, 0, name))
+        self.slots.append(meta)
+        return len(self.slots) - 1
+
+    def _loss(self, index: int, call: Call) -> None:
+        """A classification loss: it picks one number of each row, and sums these."""
+        scores, target, weight, reduction, ignored = call.args
+        meta = self.slots[scores.slot]
+        assert meta is not None
+        blame = Uncut(meta.storage)
+        if weight is not None or len(meta.shape) != 2 or call.kwargs:
+            raise blame
+        rows, classes = meta.shape
+        picked = self.new(meta, (rows, 1), "picked")
+
+        def make(builder: Builder) -> int:
+            part = builder.part(scores.slot, (0, 0))
+            label = builder.part(target.slot, (0, 0))
+            return builder.emit(_pick, (Ref(part), Ref(label)))
+
+        kept = self._state()
+        builder = Builder(self, rows, index)
+        try:
+            make(builder)
+        except Uncut:
+            self._restore(kept)
+            raise blame from None
+        if builder.length([(picked, (0, 0))]) is None:
+            raise blame
+        self.extents[target.slot] = (0, classes)
+        self.members.append(Member(index, picked, (0, 0), make))
+        loss = replace(
+            call,
+            target=PICKED,
+            args=(ref_to(picked), target, classes, reduction, ignored),
+            kwargs={},
+        )
+        self.added.setdefault(index, []).append(loss)
+        self.losses[picked] = loss
+
+    def statistics_of(self, index: int) -> tuple[int, int]:
+        """Slots of two numbers for each row of a softmax: its maximum; and what an element's
+        exponential is multiplied by, or for a log-softmax the logarithm of the sum.
+        """
+        if index not in self.statistics:
+            call = self.program.calls[index]
+            scores, slot = call.args[0].slot, call.outputs[0]
+            assert slot is not None
+            meta = self._rows_of(slot, call.args[1], self.slots[scores])
+            is_log = call.target is aten._log_softmax.default
+
+            def maxima(builder: Builder, cut: Cut) -> int:
+                return builder.emit(aten.amax.default, (Ref(builder.part(scores, cut)), [-1], True))
+
+            def rests(builder: Builder, cut: Cut) -> int:
+                # The exponential of the largest element is 1.
+                part = builder.made(slot, cut)
+                most = builder.emit(aten.amax.default, (Ref(part), [-1], True))
+                return builder.emit(aten.neg.default, (Ref(most),)) if is_log else most
+
+            shape = (*meta.shape[:-1], 1)
+            made = self.new(meta, shape, "maxima"), self.new(meta, shape, "sums")
+            for one, make in zip(made, (maxima, rests), strict=True):
+                self.members.append(self._cheapest(index, one, make))
+            self.statistics[index] = made
+        return self.statistics[index]
+
+    def total_of(self, index: int) -> int:
+        """The slot of the sums of rows that the gradient of a softmax takes shares of."""
+        if index not in self.totals:
+            call = self.program.calls[index]
+            grad, output = (ref.slot for ref in call.args[:2])
+            meta = self._rows_of(grad, call.args[2], self.slots[output])
+            is_log = call.target is aten._log_softmax_backward_data.default
+
+            def make(builder: Builder, cut: Cut) -> int:
+                parts = [
+                    Ref(builder.part(slot, cut)) for slot in ((grad,) if is_log else (grad, output))
+                ]
+                return builder.emit(_row_total, tuple(parts))
+
+            total = self.new(meta, (*meta.shape[:-1], 1), "totals")
+            self.members.append(self._cheapest(index, total, make))
+            self.totals[index] = total
+        return self.totals[index]
+
+    def _rows_of(self, slot: int, dim: int, other: TensorMeta | None) -> TensorMeta:
+        """A tensor of which a softmax takes rows, with those that it makes of them."""
+        meta = self.slots[slot]
+        assert meta is not None
+        assert other is not None
+        dims = len(meta.shape)
+        # In half precision a kernel rounds what it has computed in single precision.
+        is_plain = meta.dtype in (torch.float32, torch.float64) and other.dtype == meta.dtype
+        if dims < 2 or dim % dims != dims - 1 or not is_plain:
+            raise Uncut(meta.storage)
+        return meta
+
+    def _rewritten(self, removed: set[int]) -> Tiled:
+        """The program with tiles."""
+        program = self.program
+        groups: list[tuple[int, Builder, list[Member]]] = []
+        for member in sorted(self.members, key=lambda member: member.position):
+            meta = self.slots[member.slot]
+            assert meta is not None
+            size = _size(meta, member.cut)
+            for position, builder, members in groups:
+                if builder.size != size or not self._joins(builder, position, members, member):
+                    continue
+                members.append(member)
+                break
+            else:
+                builder = Builder(self, size, member.position)
+                groups.append((member.position, builder, [member]))
+        added: dict[int, list[Tile]] = {}
+        for position, builder, members in groups:
+            numbers = [member.made(builder) for member in members]
+            if not self._holds(builder, position, members):
+                raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
+            body, parts = builder.body(numbers, members)
+            like = program.calls[members[-1].position]
+            call = Call(
+                TILES,
+                ([ref_to(slot) for slot in builder.given()], name_of(body)),
+                {},
+                tuple(member.slot for member in members),
+                True,
+                program.calls[position].phase,
+                like.source,
+            )
+            added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
+        calls: list[Call] = []
+        tiles: list[Tile] = []
+        new_of: dict[int, int] = {}
+        for index, call in enumerate(program.calls):
+            new_of[index] = len(calls)
+            for tile in added.get(index, ()):
+                tiles.append(tile)
+                calls.append(tile.call)
+            calls += self.added.get(index, ())
+            if index not in removed:
+                calls.append(call)
+        new_of[len(program.calls)] = len(calls)
+        creators: dict[int, int] = {}
+        for number, call in enumerate(calls):
+            for slot in call.outputs:
+                meta = None if slot is None else self.slots[slot]
+                if meta is not None:
+                    creators.setdefault(meta.storage, number)
+        storages = [
+            storage
+            if number < len(program.storages) and storage.creator < 0
+            else replace(storage, creator=creators.get(number, 0))
+            for number, storage in enumerate(self.storages)
+        ]
+        changed = replace(
+            program,
+            calls=calls,
+            slots=self.slots,
+            storages=storages,
+            effects=[effect.after(lambda position: new_of[position]) for effect in program.effects],
+        )
+        return Tiled(
+            prune(changed),
+            program,
+            tuple(tiles),
+            frozenset(self.gone),
+            self.losses,
+            self.slots,
+            self.extents,
+        )
+
+    def _joins(
+        self, builder: Builder, position: int, members: Sequence[Member], member: Member
+    ) -> bool:
+        """Whether a member makes again what others do, all that it needs is there where they are
+        made, and tiles of one length suit all.
+        """
+        trial, alone = (Builder(self, builder.size, position) for _ in range(2))
+        try:
+            for one in members:
+                one.made(trial)
+            before = set(trial.again)
+            member.made(trial)
+            member.made(alone)
+        except Uncut:
+            return False
+        if before.isdisjoint(alone.again):
+            return False
+        if trial.length([(one.slot, one.cut) for one in (*members, member)]) is None:
+            return False
+        return all(self._made_at(slot) < position for slot in trial.given())
+
+    def _made_at(self, slot: int) -> int:
+        """The call before which a tensor does not exist."""
+        if slot >= len(self.program.slots):
+            return next(one.position for one in self.members if one.slot == slot)
+        return self.makers.get(slot, -1)
+
+    def _holds(self, builder: Builder, position: int, members: Sequence[Member]) -> bool:
+        """Whether nothing changes what tiles read between the moments at which the original program
+        reads it and the moment at which they do.
+        """
+        last = max(position, *(member.position for member in members))
+        return not any(
+            first <= index <= last
+            for storage, first in builder.read.items()
+            for index in self.written.get(storage, ())
+        )
+
+
+class Builder:
+    """Builds the works of one body."""
+
+    def __init__(self, tiling: _Tiling, size: int, position: int) -> None:
+        self.tiling, self.size, self.position = tiling, size, position
+        self.cost = 0.0
+        self.flops = 0
+        self.read: dict[int, int] = {}
+        """For each storage that is read, the first call of the original program that stands for a
+        reader of it."""
+        self.remade: set[int] = set()
+        self.again: set[tuple[int, Cut]] = set()
+        """Parts of what never exists whole."""
+        self.made_parts: dict[tuple[int, Cut], int] = {}
+        self._inputs: dict[tuple[int, Cut | None], int] = {}
+        self._known: dict[tuple[int, Cut], int] = {}
+        self._works: list[Work] = []
+        self._metas: list[tuple[tuple[int, ...], int]] = []
+        self._count = 0
+        self._reader = position
+        self.widest_bytes = 0.0
+
+    def meta(self, slot: int) -> TensorMeta:
+        """A tensor of the program."""
+        meta = self.tiling.slots[slot]
+        if meta is None:
+            raise Uncut
+        return meta
+
+    def part(self, slot: int, cut: Cut) -> int:
+        """The number of a tile's part of a tensor."""
+        meta = self.meta(slot)
+        if _size(meta, cut) != self.size:
+            raise Uncut(meta.storage)
+        if (slot, cut) in self._known:
+            return self._known[slot, cut]
+        if self._is_late(slot):
+            number = self.made(slot, cut)
+        elif not self.tiling.is_gone(slot):
+            try:
+                joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
+            except ValueError:
+                raise Uncut from None
+            number = self._input(slot, cut)
+        else:
+            number = self.made(slot, cut)
+        self._known[slot, cut] = number
+        return number
+
+    def made(self, slot: int, cut: Cut) -> int:
+        """As `part`, by the call that makes the tensor, whether it exists whole or not."""
+        index = self.tiling.makers.get(slot)
+        meta = self.meta(slot)
+        if index is None:
+            raise Uncut(meta.storage)
+        call = self.tiling.program.calls[index]
+        rule = rule_of(call)
+        if rule is None:
+            raise Uncut(meta.storage)
+        before, self._reader = self._reader, index
+        try:
+            number = rule(self, call, call.outputs.index(slot), cut)
+        except Uncut as error:
+            raise Uncut(error.storage if error.storage >= 0 else meta.storage) from None
+        finally:
+            self._reader = before
+        if self.tiling.is_gone(slot):
+            self.remade.add(meta.storage)
+            self.again.add((slot, cut))
+            self.widest_bytes = max(
+                self.widest_bytes, math.prod(meta.shape) * meta.dtype.itemsize / self.size
+            )
+        self.made_parts[slot, cut] = number
+        count, flops = math.prod(meta.shape), flops_of(self.tiling.program, call)
+        self.flops += flops
+        self.cost += count + flops * _FLOP_COST
+        return number
+
+    def whole(self, slot: int) -> int:
+        """The number of a tensor that a tile sees whole."""
+        if self.tiling.is_gone(slot):
+            raise Uncut(self.meta(slot).storage)
+        if self._is_late(slot):
+            call = self.tiling.program.calls[self.tiling.makers[slot]]
+            if len(call.outputs) == 1:
+                args = substitute(call.args, lambda ref: Ref(self.whole(ref.slot)))
+                return self.emit(call.target, args, call.kwargs)
+        return self._input(slot, None)
+
+    def _is_late(self, slot: int) -> bool:
+        """Whether a tensor is a view that the original program makes later than the tiles run, so
+        that they make it themselves.
+        """
+        index = self.tiling.makers.get(slot, -1)
+        return index >= self.position and self.tiling.program.calls[index].target in VIEWS
+
+    def _input(self, slot: int, cut: Cut | None) -> int:
+        storage = self.meta(slot).storage
+        self.read[storage] = min(self.read.get(storage, self._reader), self._reader)
+        key = slot, cut
+        if key not in self._inputs:
+            self._inputs[key] = self._count
+            self._count += 1
+        return self._inputs[key]
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
+        """Adds a work with one result."""
+        return self.emit_several(target, args, kwargs, 1)[0]
+
+    def emit_several(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, count: int
+    ) -> tuple[int, ...]:
+        """Adds a work with several results."""
+        made = tuple(range(self._count, self._count + count))
+        self._count += count
+        self._works.append(Work(target, args, kwargs or {}, made, count > 1))
+        return made
+
+    def given(self) -> list[int]:
+        """Slots of the inputs, in order."""
+        return [slot for slot, _ in self._inputs]
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the axis is too short for tiles as small as wanted."""
+        return self.widest_bytes > self.tiling.part_bytes
+
+    def length(self, made: Collection[tuple[int, Cut]]) -> int | None:
+        """How much of the axis a tile has: the least at which nothing is known to get other bits;
+        None if there is none.
+
+        Args:
+            made: slots that are made, and how they are cut.
+        """
+        most = self.widest_bytes * self.size / self.tiling.part_bytes
+        refused = self.tiling.refused
+        return next(
+            (
+                length
+                for length in lengths_of(self.size, max(1, min(self.size, math.ceil(most))))
+                if not any((slot, cut, length) in refused for slot, cut in made)
+            ),
+            None,
+        )
+
+    def body(
+        self, numbers: Sequence[int], members: Sequence[Member]
+    ) -> tuple[Body, dict[int, tuple[int, Cut]]]:
+        """The finished body, and `Tile.parts`."""
+        length = self.length([(member.slot, member.cut) for member in members])
+        if length is None:  # none that suits all
+            raise Uncut(min(self.remade))
+        order = {number: place for place, number in enumerate(self._inputs.values())}
+        for work in self._works:
+            for number in work.makes:
+                assert number is not None
+                order[number] = len(order)
+        # Works that nobody uses are left out.
+        used = set(numbers)
+        works: list[Work] = []
+        for work in reversed(self._works):
+            if used.isdisjoint(work.makes):
+                continue
+            refs = _refs((work.args, work.kwargs))
+            last = tuple(order[number] for number in dict.fromkeys(refs) if number not in used)
+            used.update(refs)
+            works.append(
+                replace(
+                    work,
+                    args=substitute(work.args, lambda ref: Ref(order[ref.slot])),
+                    kwargs=substitute(work.kwargs, lambda ref: Ref(order[ref.slot])),
+                    makes=tuple(order[number] for number in work.makes if number is not None),
+                    last=last,
+                )
+            )
+        made = []
+        for number, member in zip(numbers, members, strict=True):
+            meta = self.meta(member.slot)
+            made.append(Made(order[number], member.cut, meta.shape, meta.stride, meta.dtype))
+        body = Body(
+            self.size,
+            length,
+            tuple(cut for _, cut in self._inputs),
+            tuple(reversed(works)),
+            tuple(made),
+            round(self.flops),
+        )
+        parts = {
+            order[number]: (slot, cut)
+            for (slot, cut), number in self.made_parts.items()
+            if number in order
+        }
+        return body, parts
+
+
+def _refs(value: Any) -> list[int]:
+    found: list[int] = []
+    substitute(value, lambda ref: found.append(ref.slot))
+    return found
+
+
+def _size(meta: TensorMeta, cut: Cut) -> int:
+    return math.prod(meta.shape[cut[0] : cut[1] + 1])
+
+
+def _cuts(meta: TensorMeta) -> list[Cut]:
+    """The ways to cut a tensor: along each dimension, or along its first ones taken as one."""
+    dims = len(meta.shape)
+    found = [(dim, dim) for dim in range(dims)] + [(0, dim) for dim in range(1, dims)]
+    kept = []
+    for cut in found:
+        if _size(meta, cut) < 2:
+            continue
+        try:
+            joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
+        except ValueError:
+            continue
+        kept.append(cut)
+    return kept
+
+
+def _pick(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The score of each row's label, as a column; of any other where the label is none."""
+    return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
+
+
+VIEWS = frozenset(
+    (
+        aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+        aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int,
+        aten.detach.default, aten.alias.default, aten.split.Tensor,
+    )
+)  # fmt: skip
+
+Rule = Callable[[Builder, Call, int, Cut], int]
+RULES: dict[Any, Rule] = {}
+
+
+def rule_of(call: Call) -> Rule | None:
+    """How a part of a call's result is made; None if it is not known."""
+    if not isinstance(call.target, OpOverload):
+        return None
+    found = RULES.get(call.target)
+    if found is None and torch.Tag.pointwise in call.target.tags and len(call.outputs) == 1:
+        return _pointwise
+    return found
+
+
+def _rule(*targets: Any) -> Callable[[Rule], Rule]:
+    def enter(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, rule))
+        return rule
+
+    return enter
+
+
+def _operand(builder: Builder, slot: int, dims: int, cut: Cut, shape: Sequence[int]) -> int:
+    """A part of an argument that is broadcast to a shape of so many dimensions, for a part of that
+    shape.
+    """
+    meta = builder.meta(slot)
+    lack = dims - len(meta.shape)
+    own = [dim - lack for dim in range(cut[0], cut[1] + 1) if dim >= lack]
+    if not own:
+        return builder.whole(slot)
+    sizes = [meta.shape[dim] for dim in own]
+    wanted = list(shape[cut[0] : cut[1] + 1])
+    if len(own) == len(wanted) and sizes == wanted:
+        return builder.part(slot, (own[0], own[-1]))
+    if all(size == 1 for size in sizes):
+        number = builder.whole(slot)
+        if len(own) == 1:
+            return number
+        left = [*meta.shape[: own[0]], 1, *meta.shape[own[-1] + 1 :]]
+        return builder.emit(aten.reshape.default, (Ref(number), left))
+    raise Uncut(meta.storage if builder.tiling.is_gone(slot) else -1)
+
+
+def _pointwise(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dims = len(out.shape)
+
+    def part(ref: Ref) -> Ref:
+        return Ref(_operand(builder, ref.slot, dims, cut, out.shape))
+
+    kwargs = dict(call.kwargs)
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        raise Uncut
+    return builder.emit(call.target, substitute(call.args, part), substitute(kwargs, part))
+
+
+for _target in (
+    aten._to_copy.default, aten.clone.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
+    aten.softplus_backward.default, aten.hardtanh_backward.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.full_like.default,
+):  # fmt: skip
+    RULES[_target] = _pointwise
+
+
+@_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _same(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    return builder.part(call.args[0].slot, cut)
+
+
+@_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out, given = builder.meta(call.outputs[place]), builder.meta(call.args[0].slot)  # type: ignore[arg-type]
+    before = math.prod(out.shape[: cut[0]])
+    size = _size(out, cut)
+    for first in range(len(given.shape)):
+        if math.prod(given.shape[:first]) != before:
+            continue
+        for last in range(first, len(given.shape)):
+            if _size(given, (first, last)) == size:
+                number = builder.part(call.args[0].slot, (first, last))
+                return builder.emit(aten.reshape.default, (Ref(number), _shape(out, cut)))
+    raise Uncut
+
+
+def _shape(meta: TensorMeta, cut: Cut) -> list[Any]:
+    """The shape of a part."""
+    return [*meta.shape[: cut[0]], Length(), *meta.shape[cut[1] + 1 :]]
+
+
+def _dim(dim: int, cut: Cut) -> int:
+    """The number of a dimension in a part, if it is not one of those that are cut."""
+    return dim if dim < cut[0] else dim - (cut[1] - cut[0])
+
+
+@_rule(aten.t.default, aten.transpose.int, aten.permute.default)
+def _permuted(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dims = len(given.shape)
+    order = list(range(dims))
+    if call.target is aten.permute.default:
+        order = [dim % dims for dim in call.args[1]]
+    elif dims >= 2:
+        one, other = (0, 1) if call.target is aten.t.default else call.args[1:3]
+        order[one], order[other] = order[other], order[one]
+    own = order[cut[0] : cut[1] + 1]
+    if own != list(range(own[0], own[0] + len(own))):
+        raise Uncut
+    inner = own[0], own[-1]
+    number = builder.part(call.args[0].slot, inner)
+    new = [_dim(dim, inner) for dim in order if not inner[0] < dim <= inner[1]]
+    return builder.emit(aten.permute.default, (Ref(number), new))
+
+
+@_rule(aten.unsqueeze.default)
+def _unsqueezed(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = call.args[1] % len(out.shape)
+    if cut[0] <= dim <= cut[1]:
+        raise Uncut
+    inner = cut if dim > cut[1] else (cut[0] - 1, cut[1] - 1)
+    number = builder.part(call.args[0].slot, inner)
+    return builder.emit(aten.unsqueeze.default, (Ref(number), _dim(dim, cut)))
+
+
+@_rule(aten.squeeze.dim)
+def _squeezed(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dim = call.args[1] % len(given.shape)
+    if given.shape[dim] != 1:
+        return builder.part(call.args[0].slot, cut)
+    if cut[0] < dim <= cut[1]:
+        raise Uncut
+    inner = cut if dim > cut[1] else (cut[0] + 1, cut[1] + 1)
+    number = builder.part(call.args[0].slot, inner)
+    return builder.emit(aten.squeeze.dim, (Ref(number), _dim(dim, inner)))
+
+
+@_rule(aten.expand.default)
+def _expanded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    number = _operand(builder, call.args[0].slot, len(out.shape), cut, out.shape)
+    return builder.emit(aten.expand.default, (Ref(number), _shape(out, cut)))
+
+
+def _off(dim: int, cut: Cut) -> None:
+    """Refuses a cut of a dimension over which the operator sums or moves elements."""
+    if cut[0] <= dim <= cut[1]:
+        raise Uncut
+
+
+@_rule(aten.slice.Tensor)
+def _sliced(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = (call.args[1] if len(call.args) > 1 else 0) % len(out.shape)
+    given = builder.meta(call.args[0].slot)
+    if given.shape != out.shape:
+        _off(dim, cut)
+    number = builder.part(call.args[0].slot, cut)
+    if given.shape == out.shape:
+        return number
+    return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
+
+
+@_rule(aten.select.int)
+def _selected(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dim = call.args[1] % len(given.shape)
+    if cut[0] < dim <= cut[1]:
+        raise Uncut
+    inner = cut if dim > cut[1] else (cut[0] + 1, cut[1] + 1)
+    number = builder.part(call.args[0].slot, inner)
+    return builder.emit(aten.select.int, (Ref(number), _dim(dim, inner), call.args[2]))
+
+
+@_rule(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dim = (call.args[2] if len(call.args) > 2 else 0) % len(given.shape)
+    _off(dim, cut)
+    number = builder.part(call.args[0].slot, cut)
+    many = builder.emit_several(
+        call.target, (Ref(number), call.args[1], _dim(dim, cut)), None, len(call.outputs)
+    )
+    return many[place]
+
+
+@_rule(aten.cat.default)
+def _joined(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = (call.args[1] if len(call.args) > 1 else 0) % len(out.shape)
+    _off(dim, cut)
+    parts = [Ref(builder.part(ref.slot, cut)) for ref in call.args[0]]
+    return builder.emit(aten.cat.default, (parts, _dim(dim, cut)))
+
+
+@_rule(aten.slice_backward.default)
+def _slice_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = call.args[2] % len(out.shape)
+    given = builder.meta(call.args[0].slot)
+    if given.shape == out.shape:
+        return builder.part(call.args[0].slot, cut)
+    _off(dim, cut)
+    number = builder.part(call.args[0].slot, cut)
+    return builder.emit(
+        call.target, (Ref(number), _shape(out, cut), _dim(dim, cut), *call.args[3:])
+    )
+
+
+@_rule(aten.mm.default)
+def _mm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    return builder.emit(
+        call.target, _factors(builder, call.args[0].slot, call.args[1].slot, cut, 0)
+    )
+
+
+def _factors(builder: Builder, left: int, right: int, cut: Cut, first: int) -> tuple[Any, ...]:
+    """The parts of two factors; rows are dimension `first`."""
+    if cut[0] != cut[1]:
+        raise Uncut
+    dim = cut[0]
+    if dim < first:
+        return Ref(builder.part(left, cut)), Ref(builder.part(right, cut))
+    if dim == first:
+        return Ref(builder.part(left, cut)), Ref(builder.whole(right))
+    return Ref(builder.whole(left)), Ref(builder.part(right, cut))
+
+
+@_rule(aten.bmm.default)
+def _bmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    return builder.emit(
+        call.target, _factors(builder, call.args[0].slot, call.args[1].slot, cut, 1)
+    )
+
+
+@_rule(aten.addmm.default, aten.baddbmm.default)
+def _addmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    first = len(out.shape) - 2
+    bias = _operand(builder, call.args[0].slot, len(out.shape), cut, out.shape)
+    factors = _factors(builder, call.args[1].slot, call.args[2].slot, cut, first)
+    return builder.emit(call.target, (Ref(bias), *factors), call.kwargs)
+
+
+@_rule(aten._softmax.default, aten._log_softmax.default)
+def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = call.args[1] % len(out.shape)
+    number = builder.part(call.args[0].slot, cut)
+    if not cut[0] <= dim <= cut[1]:
+        return builder.emit(call.target, (Ref(number), _dim(dim, cut), call.args[2]))
+    _off_others(dim, cut)
+    builder.cost += 2 * math.prod(out.shape)  # the statistics
+    index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
+    most, rest = (Ref(builder.whole(slot)) for slot in builder.tiling.statistics_of(index))
+    less = Ref(builder.emit(aten.sub.Tensor, (Ref(number), most)))
+    if call.target is aten._log_softmax.default:
+        return builder.emit(aten.sub.Tensor, (less, rest))
+    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_exponential, (less,))), rest))
+
+
+def _off_others(dim: int, cut: Cut) -> None:
+    """Refuses a cut of other dimensions with this one."""
+    if cut != (dim, dim):
+        raise Uncut
+
+
+@_rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    grad, output, dim, dtype = call.args
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim %= len(out.shape)
+    parts = Ref(builder.part(grad.slot, cut)), Ref(builder.part(output.slot, cut))
+    if not cut[0] <= dim <= cut[1]:
+        return builder.emit(call.target, (*parts, _dim(dim, cut), dtype))
+    _off_others(dim, cut)
+    builder.cost += 2 * math.prod(out.shape)  # the totals
+    index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
+    total = Ref(builder.whole(builder.tiling.total_of(index)))
+    is_log = call.target is aten._log_softmax_backward_data.default
+    return builder.emit(_less_share_of_log if is_log else _less_share, (*parts, total))
+
+
+def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+    """The sums of rows of which the gradient of a softmax, or of a log-softmax (whose output is not
+    needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
+    the row, which adds nothing to it, not even a sign of zero.
+    """
+    wide = functional.pad(grad, (0, 1), value=-0.0)
+    if output is None:
+        found = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
+    else:
+        ones = functional.pad(output, (0, 1), value=1.0)
+        found = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
+    return found[..., -1:].neg()  # type: ignore[no-any-return]
+
+
+def _exponential(values: torch.Tensor) -> torch.Tensor:
+    """By the function of the softmax kernels, which is not that of `torch.exp`: the gradient of
+    a log-softmax takes it from rows of zeros whose sum is one.
+    """
+    wide = functional.pad(values, (0, 1))
+    one = torch.full_like(wide, -0.0)
+    one[..., -1] = 1
+    return aten._log_softmax_backward_data(one, wide, -1, values.dtype)[..., :-1].neg()  # type: ignore[no-any-return]
+
+
+def _less_share_of_log(
+    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """Some columns of the gradient of a log-softmax, whose kernel rounds once."""
+    return torch.addcmul(grad, _exponential(output), total, value=-1)
+
+
+def _less_share(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Some columns of the gradient of a softmax."""
+    return (grad - total) * output
+
+
+@_rule(aten.nll_loss_backward.default)
+def _nll_loss_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    grad, scores, target, weight, reduction, ignored, total = call.args
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    if cut[0] != cut[1] or len(out.shape) != 2:
+        raise Uncut
+    builder.tiling.extents[target.slot] = (0, out.shape[1])
+    # Of the scores the kernel looks at the shape alone.
+    number = builder.emit(aten.zeros.default, ([1, 1],), {"dtype": out.dtype, "device": out.device})
+    given = Ref(builder.emit(aten.expand.default, (Ref(number), _shape(out, cut))))
+    last = Ref(builder.whole(total.slot))
+    of_rows = cut == (0, 0)
+    label = Ref(builder.part(target.slot, cut) if of_rows else builder.whole(target.slot))
+    is_each = bool(builder.meta(grad.slot).shape) and of_rows
+    own = Ref(builder.part(grad.slot, cut) if is_each else builder.whole(grad.slot))
+    weights = None
+    if weight is not None:
+        weights = Ref(builder.whole(weight.slot) if of_rows else builder.part(weight.slot, (0, 0)))
+    if not of_rows:
+        label = Ref(builder.emit(_labels_from, (label, Start(), Length(), ignored)))
+        ignored = _ELSEWHERE
+    return builder.emit(call.target, (own, given, label, weights, reduction, ignored, last))
+
+
+_ELSEWHERE = -100
+
+
+def _labels_from(target: torch.Tensor, start: int, length: int, ignored: int) -> torch.Tensor:
+    """Labels among some columns; `_ELSEWHERE` for others and those that are ignored."""
+    is_here = (target >= start) & (target < start + length) & (target != ignored)
+    return torch.where(is_here, target - start, _ELSEWHERE)
+
+
+@_rule(
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.argmax.default,
+    aten.argmin.default, aten.logsumexp.default, aten.max.dim, aten.min.dim,
+)  # fmt: skip
+def _reduced(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dims = len(given.shape)
+    over = call.args[1] if len(call.args) > 1 else None
+    over = [over] if isinstance(over, int) else over
+    keeps = bool(call.args[2]) if len(call.args) > 2 else False
+    if not over:
+        raise Uncut
+    gone = {dim % dims for dim in over}
+    left = [dim for dim in range(dims) if keeps or dim not in gone]
+    own = left[cut[0] : cut[1] + 1]
+    if not gone.isdisjoint(own) or own != list(range(own[0], own[0] + len(own))):
+        raise Uncut
+    inner = own[0], own[-1]
+    number = builder.part(call.args[0].slot, inner)
+    new = [_dim(dim % dims, inner) for dim in over]
+    args = Ref(number), new[0] if isinstance(call.args[1], int) else new, *call.args[2:]
+    if len(call.outputs) == 1:
+        return builder.emit(call.target, args, call.kwargs)
+    return builder.emit_several(call.target, args, call.kwargs, len(call.outputs))[place]
+
+
+@_rule(aten.gather.default)
+def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given, index = builder.meta(call.args[0].slot), builder.meta(call.args[2].slot)
+    dim = call.args[1] % len(given.shape)
+    _off(dim, cut)
+    if any(
+        one != other
+        for place, (one, other) in enumerate(zip(given.shape, index.shape, strict=True))
+        if place != dim
+    ):
+        raise Uncut
+    builder.tiling.extents[call.args[2].slot] = (0, given.shape[dim])
+    parts = Ref(builder.part(call.args[0].slot, cut)), Ref(builder.part(call.args[2].slot, cut))
+    return builder.emit(call.target, (parts[0], _dim(dim, cut), parts[1]), call.kwargs)
