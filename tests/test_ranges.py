@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -657,39 +659,93 @@ class TestGiven:
         assert len(run_both(lengths(5, 6, 7), sizes=False)._captures) == 3
 
 
+def check_plan(choice: Any, sizes: dict[str, int]) -> None:
+    """No two tensors share bytes while both are alive, at these sizes of the plan of a range."""
+    program = at(choice.program, sizes)
+    offsets = choice.plan.offsets.tolist()
+    place = {index: turn for turn, index in enumerate(choice.plan.order.tolist())}
+    lives: dict[int, tuple[int, int]] = {}
+    for index, call in enumerate(program.calls):
+        for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
+            storage = program.storage_of(slot)
+            if storage >= 0 and offsets[storage] >= 0:
+                first, last = lives.get(storage, (place[index], place[index]))
+                lives[storage] = min(first, place[index]), max(last, place[index])
+    taken = {new: old for old, new in choice.plan.reuse}
+    blocks = [
+        (offsets[storage], offsets[storage] + program.storages[storage].size_bytes, *life, storage)
+        for storage, life in lives.items()
+    ]
+    for one, (start, end, first, last, storage) in enumerate(blocks):
+        assert end <= choice.plan.pool_bytes
+        for other_start, other_end, other_first, other_last, other in blocks[one + 1 :]:
+            is_apart = end <= other_start or other_end <= start
+            is_later = last < other_first or other_last < first
+            assert is_apart or is_later or other in taken or storage in taken
+
+
 def test_the_plan_of_a_range_is_one_of_every_length() -> None:
-    step = run_both(lengths(9, 14, 11))
-    captured = step._captures[0]
+    captured = run_both(lengths(9, 14, 11))._captures[0]
     (runner,) = captured.runners
-    choice = runner.choice
     names = captured.step.arguments.sizes.symbols.names
     for length in range(2, 28):
-        program = at(choice.program, dict.fromkeys(names, length))
-        offsets = choice.plan.offsets.tolist()
-        place = {index: turn for turn, index in enumerate(choice.plan.order.tolist())}
-        lives: dict[int, tuple[int, int]] = {}
-        for index, call in enumerate(program.calls):
-            for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
-                storage = program.storage_of(slot)
-                if storage >= 0 and offsets[storage] >= 0:
-                    first, last = lives.get(storage, (place[index], place[index]))
-                    lives[storage] = min(first, place[index]), max(last, place[index])
-        taken = {new: old for old, new in choice.plan.reuse}
-        blocks = [
-            (
-                offsets[storage],
-                offsets[storage] + program.storages[storage].size_bytes,
-                *life,
-                storage,
-            )
-            for storage, life in lives.items()
-        ]
-        for one, (start, end, first, last, storage) in enumerate(blocks):
-            assert end <= choice.plan.pool_bytes
-            for other_start, other_end, other_first, other_last, other in blocks[one + 1 :]:
-                is_apart = end <= other_start or other_end <= start
-                is_later = last < other_first or other_last < first
-                assert is_apart or is_later or other in taken or storage in taken
+        check_plan(runner.choice, dict.fromkeys(names, length))
+
+
+def _attended(net: Any, x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[1])
+    scores = x @ x.transpose(1, 2) / math.sqrt(x.shape[1])
+    return scores.masked_fill(places[:, None] < places, -1e9).softmax(-1) @ x
+
+
+PIECES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda net, x: functional.gelu(net.project(x)[..., :16]),
+    "norm": lambda net, x: net.norm(x),
+    "attention": lambda net, x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "written attention": _attended,
+    "sums over the length": lambda net, x: x.cumsum(1) / x.shape[1],
+    "centred": lambda net, x: x - x.mean(1, keepdim=True),
+    "shifted": lambda net, x: functional.pad(x, (0, 0, 1, 0))[:, :-1] + x,
+    "turned": lambda net, x: torch.cat([x[:, 1:], x[:, :1]], 1) * 0.5,
+    "flattened": lambda net, x: net.norm(x.reshape(-1, 16)).view(x.shape) + x,
+    "half of it": lambda net, x: x + x[:, : x.shape[1] // 2].sum(1, keepdim=True),
+    "every second": lambda net, x: x + x[:, ::2].mean(1, keepdim=True),
+    "scaled by the length": lambda net, x: x * (x.shape[1] / 7 + x.shape[0]),
+    "dropout": lambda net, x: functional.dropout(x, 0.2, net.training),
+    "products": lambda net, x: torch.einsum("bld,bmd->blm", x, x).tanh().sum(2, keepdim=True) + x,
+    "largest": lambda net, x: x + x.amax(1, keepdim=True),
+    "transposed": lambda net, x: x.transpose(1, 2).contiguous().transpose(1, 2) + 1,
+    "convolved": lambda net, x: functional.conv1d(
+        x.transpose(1, 2), net.out.weight[:16, :, None], padding=0
+    ).transpose(1, 2),
+}
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.sampled_from([2, 2, 3]), st.integers(2, 24)), min_size=4, max_size=8),
+)
+def test_random_programs_have_one_plan_for_a_range(
+    names: list[str], shapes: list[tuple[int, int]]
+) -> None:
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        x = net.embed(ids)
+        for name in names:
+            x = PIECES[name](net, x)
+        return functional.cross_entropy(net.out(x).flatten(0, 1), ids.flatten())
+
+    for captured in run_both(shapes, loss_of)._captures:
+        if (sizes := captured.step.arguments.sizes) is None:
+            continue
+        for shape in shapes:
+            values = sizes.values([torch.empty(shape)])
+            if sizes.symbols.hold(values) and any(
+                all(size <= most for size, most in zip(values, corner, strict=True))
+                for corner in sizes.corners
+            ):
+                for runner in captured.runners:
+                    check_plan(runner.choice, dict(zip(sizes.symbols.names, values, strict=True)))
 
 
 @pytest.mark.sweep
