@@ -230,14 +230,31 @@ def test_unseen_events_come_when_they_come_in_eager_pytorch(name: str) -> None:
 
 
 def test_a_seed_that_nothing_shows_is_refused() -> None:
+    calls: list[int] = []
+
     def step(x: torch.Tensor) -> Any:
         first = torch.rand(2)
-        torch.default_generator.manual_seed(3)
+        calls.append(len(calls))
+        if len(calls) == CALLS:  # no recording has seen it
+            torch.default_generator.manual_seed(3)
         return first, torch.rand(2), torch.tensor(1).item()
 
     compiled = roam.compile(step, python="beside", time_limit_s=0.1)
     with pytest.raises(roam.ExecutionError) as caught:
         [compiled(torch.ones(2)) for _ in range(CALLS)]
+    assert caught.value.code == "generator_state"
+
+
+@pytest.mark.parametrize("method", ["get_state", "initial_seed", "seed"])
+def test_a_method_of_the_default_generator_is_refused(method: str) -> None:
+    def function(x: torch.Tensor) -> Any:
+        drawn = torch.rand(3)
+        return drawn, getattr(torch.default_generator, method)(), torch.rand(3)
+
+    step = roam.compile(function, python="beside")
+    step(torch.ones(2))  # recorded
+    with pytest.raises(roam.CaptureError, match=method) as caught:
+        step(torch.ones(2))
     assert caught.value.code == "generator_state"
 
 

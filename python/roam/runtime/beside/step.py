@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import FrameType
+from typing import Any, Final
+
+import torch
 
 from roam.capture.step import Variant
 from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
+from roam.own_code import is_own_file
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, is_possible
@@ -59,6 +63,39 @@ class _Calls:
     """Whether the next call is recorded."""
     in_vain: int = 0
     """How many recordings there have been since the last call by plan."""
+
+
+_ASKED_OF_GENERATORS: Final = ("get_state", "set_state", "manual_seed", "seed", "initial_seed")
+
+
+@contextmanager
+def _generators_watched(recorder: Recorder) -> Iterator[None]:
+    """Fails a recording in which a method of PyTorch's default generator is called by other code
+    than PyTorch's functions, which `looking` tells of: nothing shows it in later calls.
+    """
+    before, generator = sys.getprofile(), torch.default_generator
+
+    def hook(frame: FrameType, event: Any, arg: Any) -> None:
+        if (
+            event == "c_call"
+            and getattr(arg, "__self__", None) is generator
+            and arg.__name__ in _ASKED_OF_GENERATORS
+            and frame.f_globals.get("__name__") != torch.random.__name__
+            and not is_own_file(frame.f_code.co_filename)
+        ):
+            recorder.fail(
+                f"it calls torch.default_generator.{arg.__name__}, which shows nowhere later; call torch.get_rng_state, "
+                "torch.set_rng_state or torch.manual_seed, or pass a generator of your own to what draws",
+                "generator_state",
+            )
+        if before is not None:
+            before(frame, event, arg)
+
+    sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _around(key: Hashable) -> Hashable:
@@ -178,7 +215,7 @@ class Beside:
         frames = Frames({}, {})
         frames.root = sys._getframe().f_code
         recorder = Recorder(frames)
-        with looking(recorder), recorder:
+        with _generators_watched(recorder), looking(recorder), recorder:
             result = self._function(*args, **kwargs)
         recording = recorder.end()
         if recording.failed is None:
