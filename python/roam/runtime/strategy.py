@@ -90,6 +90,8 @@ _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
 """How many sizes of tensors are tried as the least that never exist whole."""
+_LITTLE = 0.1
+"""No tiles are tried, which takes seconds to minutes, where running again adds less of a step."""
 _WORTH_TILES = 0.98
 """Smaller tiles that leave more than this share of a total are not worth their time."""
 
@@ -553,7 +555,7 @@ class _Chooser:
             if not error.code.startswith("memory_"):
                 raise
             failure = error
-        if self._cuts and (best is None or _extra_s(best) > 0):
+        if self._cuts and (best is None or _extra_share(best) > _LITTLE):
             untried, self._untried = self._untried, None
             by_tiles = self._tiled_within(limit_bytes)
             if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
@@ -1315,6 +1317,12 @@ def _extra_s(choice: Choice) -> float:
     """Seconds that a step within a limit takes beyond one without."""
     again_s = 0.0 if choice.recomputation is None else choice.recomputation.extra_s
     return again_s + (0.0 if choice.cuts is None else choice.cuts.extra_s)
+
+
+def _extra_share(choice: Choice) -> float:
+    """The same, as a share of the step without a limit."""
+    again = choice.recomputation
+    return 0.0 if again is None else _extra_s(choice) / max(again.step_s, 1e-9)
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:
