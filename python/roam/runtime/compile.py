@@ -306,18 +306,25 @@ class Step:
 
     @left_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(args, kwargs)
+
+    def _called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_measured: bool = False
+    ) -> Any:
         call = StepCall(args, kwargs)
         if not self._runs_beside():
             try:
                 runner = self._runner(call)
                 if runner is not None:
-                    return self._run(runner, call)
+                    return self._run(runner, call, is_measured=is_measured)
             except CaptureError as refusal:
                 self._begin_beside(refusal)
             else:
                 return self._own(call)
-        assert self._beside is not None
-        return self._beside.run(args, kwargs, call.kind(self._known.taker))
+        beside = self._beside
+        assert beside is not None
+        run = beside.measured if is_measured else beside.run
+        return run(args, kwargs, call.kind(self._known.taker))
 
     def _runs_beside(self) -> bool:
         """Whether a call's Python runs beside plans."""
@@ -800,18 +807,7 @@ class Step:
         See docs/explanation/measurement.md for what is counted. A call that runs without a plan is
         not measured.
         """
-        call = StepCall(args, kwargs)
-        if not self._runs_beside():
-            try:
-                runner = self._runner(call)
-                if runner is not None:
-                    return self._run(runner, call, is_measured=True)
-            except CaptureError as refusal:
-                self._begin_beside(refusal)
-            else:
-                return self._own(call)
-        assert self._beside is not None
-        return self._beside.measured(args, kwargs, call.kind(self._known.taker))
+        return self._called(args, kwargs, is_measured=True)
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """As `measured`, but runs the user's own function, for comparison. This too is a real

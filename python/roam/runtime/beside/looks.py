@@ -116,24 +116,15 @@ def looking(one: Any) -> Iterator[None]:
 
         return make
 
-    def switching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def announced(original: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def switch(*args: Any, **kwargs: Any) -> Any:
-            if is_ours():
-                one.switching()
-            return original(*args, **kwargs)
-
-        return switch
-
-    def threading_by(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def begin(*args: Any, **kwargs: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
             if is_ours():
                 with disable_current_modes():
-                    one.threaded()
+                    tell()
             return original(*args, **kwargs)
 
-        return begin
+        return function
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
         alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
@@ -164,16 +155,18 @@ def looking(one: Any) -> Iterator[None]:
             look = telling(getattr(modules[1], name), of_tensor=False)
             patches += [(module, name, look) for module in modules if hasattr(module, name)]
     patches += [
-        (C, name, switching(getattr(C, name))) for name in KERNEL_SWITCHES if hasattr(C, name)
+        (C, name, announced(getattr(C, name), one.switching))
+        for name in KERNEL_SWITCHES
+        if hasattr(C, name)
     ]
     for name in ("set_num_threads", "set_flush_denormal"):
-        patches.append((torch, name, switching(getattr(torch, name))))
+        patches.append((torch, name, announced(getattr(torch, name), one.switching)))
     prop = torch.backends.ContextProp
-    patches.append((prop, "__set__", switching(prop.__set__)))
+    patches.append((prop, "__set__", announced(prop.__set__, one.switching)))
     for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
         patches.append((torch, name, making(getattr(torch, name), 0)))
     patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
     for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
-        patches.append((holder, name, threading_by(getattr(holder, name))))
+        patches.append((holder, name, announced(getattr(holder, name), one.threaded)))
     with replaced(patches):
         yield

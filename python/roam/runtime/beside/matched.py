@@ -33,7 +33,6 @@ from roam.runtime.beside.recording import (
     at_path,
     is_passed,
     meta_of,
-    refs,
 )
 from roam.runtime.beside.script import (
     GIVE,
@@ -48,6 +47,7 @@ from roam.runtime.beside.script import (
     common,
     is_same,
     leaf_at,
+    slots_of,
 )
 from roam.torch_compat.private import (
     TENSOR_DATA,
@@ -203,9 +203,7 @@ class Matched(TorchDispatchMode):
                     continue
                 if not self._is_new(expected, value):
                     return self._other(func, args, kwargs or {})
-            elif not (value is expected if code == 1 else False) and not self._is_like(
-                value, code, expected
-            ):
+            elif not (code == 1 and value is expected) and not self._is_like(value, code, expected):
                 return self._other(func, args, kwargs or {})
         if len(args) != len(step.args) or (
             (kwargs or step.names) and not self._are_like(kwargs or {}, step)
@@ -281,7 +279,7 @@ class Matched(TorchDispatchMode):
         numbers = self._forbidden
         if entry is not None:
             slots = self._script.slots
-            numbers = {slots[slot].storage for slot in _slots(entry)} & numbers  # type: ignore[union-attr]
+            numbers = {slots[slot].storage for slot in slots_of(entry)} & numbers  # type: ignore[union-attr]
         for number in numbers:
             allow_access(self._pointers[number])
         self._forbidden = self._forbidden - numbers
@@ -297,7 +295,7 @@ class Matched(TorchDispatchMode):
                 storage = self._script.storage_of(one.slot)
                 if storage not in self._places:
                     self._meet(storage, storage_of(item))
-                self._tag(one.slot, item)
+                self._weak[one.slot] = weakref.ref(item)
                 if one.slot in self._script.inputs:
                     meta = self._script.slots[one.slot]
                     assert meta is not None
@@ -310,9 +308,7 @@ class Matched(TorchDispatchMode):
         assert meta is not None
         number = meta.storage
         tensor, storage = placeholder(meta, self._script.size_bytes[number])
-        pointer = self._pointers[number] = storage_pointer(storage)
-        self._outside[pointer] = number
-        self._places[number] = WeakStorage(storage)
+        self._meet(number, storage)
         self._weak[slot] = weakref.ref(tensor)
         return tensor
 
@@ -320,9 +316,6 @@ class Matched(TorchDispatchMode):
         pointer = self._pointers[number] = storage_pointer(storage)
         self._outside[pointer] = number
         self._places[number] = WeakStorage(storage)
-
-    def _tag(self, slot: int, tensor: torch.Tensor) -> None:
-        self._weak[slot] = weakref.ref(tensor)
 
     def _is_like(self, value: Any, code: int, expected: Any) -> bool:
         """Whether an argument is as a pattern says."""
@@ -396,7 +389,7 @@ class Matched(TorchDispatchMode):
             return False
         if meta_of(tensor, meta.storage) != meta:
             return False
-        self._tag(slot, tensor)
+        self._weak[slot] = weakref.ref(tensor)
         if meta.storage not in self._script.made:
             self.planned.outside[slot] = [
                 self._weak[slot],
@@ -466,8 +459,7 @@ class Matched(TorchDispatchMode):
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
-        with disable_current_modes():
-            self.leave("the step changes how kernels compute")
+        self.leave("the step changes how kernels compute")
 
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
@@ -484,7 +476,7 @@ class Matched(TorchDispatchMode):
         """Whether Python may write to what an entry's kernel uses, before that runs."""
         slots = self._script.slots
         self._exposed = [one for one in self._exposed if one[1] is None or one[1]() is not None]
-        used = {slots[slot].storage for slot in _slots(entry)}  # type: ignore[union-attr]
+        used = {slots[slot].storage for slot in slots_of(entry)}  # type: ignore[union-attr]
         if any(number in used for number, _ in self._exposed):
             self._misfit = (
                 "it computes with a tensor whose memory Python has got, as by x.numpy(), and keeps"
@@ -494,7 +486,7 @@ class Matched(TorchDispatchMode):
     def _is_rewritten(self, entry: Entry) -> bool:
         """Whether others have written to what an entry uses, since the call used it first."""
         slots = self._script.slots
-        used = {slots[slot].storage for slot in _slots(entry)}  # type: ignore[union-attr]
+        used = {slots[slot].storage for slot in slots_of(entry)}  # type: ignore[union-attr]
         for number in used & self._copies.keys():
             now, then = (
                 torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -722,7 +714,7 @@ class Matched(TorchDispatchMode):
         values: dict[int, Any] = {}
         last: dict[int, int] = {}
         for index in issued:
-            for slot in _slots(self._entries[index]):
+            for slot in slots_of(self._entries[index]):
                 last[slots[slot].storage] = index  # type: ignore[union-attr]
         alive = self._alive()
         held: dict[int, torch.UntypedStorage] = {}
@@ -848,16 +840,8 @@ def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:
         if index in entries:
             continue
         entries.add(index)
-        for slot in _slots(script.entries[index]):
+        for slot in slots_of(script.entries[index]):
             used = script.slots[slot].storage  # type: ignore[union-attr]
             if used in script.made and used not in filled:
                 left.append(used)
     return sorted(entries)
-
-
-def _slots(entry: Entry) -> Iterator[int]:
-    yield from refs(entry.args)
-    yield from refs(entry.kwargs)
-    for one in entry.results:
-        if type(one) is Made:
-            yield one.slot

@@ -16,7 +16,7 @@ from roam.capture.fake_kernels.meta_corrections import is_spread, looks_for_zero
 from roam.capture.tracing.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, written_by
 from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
-from roam.program.ir import Ref, Source, TensorMeta, ref_to
+from roam.program.ir import Source, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import WeakStorage
 from roam.torch_compat.private import (
@@ -375,15 +375,6 @@ def meta_of(tensor: torch.Tensor, storage: int) -> TensorMeta:
         tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device, storage,
         tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip
-
-
-def refs(value: Any) -> list[int]:
-    """Slots in encoded arguments."""
-    if type(value) is Ref:
-        return [value.slot]
-    if type(value) is dict:
-        value = tuple(value.values())
-    return [slot for item in value for slot in refs(item)] if type(value) in (tuple, list) else []
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

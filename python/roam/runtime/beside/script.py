@@ -12,10 +12,10 @@ import torch
 from roam.capture.tracing.kernel_facts import facts_of
 from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
-from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to
+from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
-from roam.runtime.beside.recording import Entry, Given, Made, Recording, refs
+from roam.runtime.beside.recording import Entry, Given, Made, Recording
 from roam.torch_compat.private import schema_of
 
 aten = torch.ops.aten
@@ -131,24 +131,36 @@ def changed_numbers(one: Recording, other: Recording) -> set[Place] | None:
         return None
     places: set[Place] = set()
     for index, (a, b) in enumerate(zip(one.entries, other.entries, strict=True)):
-        if (a.kind, a.func, a.results, a.writes, a.dtype) != (
-            b.kind,
-            b.func,
-            b.results,
-            b.writes,
-            b.dtype,
-        ):
+        changed = _changed(a, b)
+        if changed is None:
             return None
-        ours, theirs = list(leaves(a)), list(leaves(b))
-        if len(ours) != len(theirs):
-            return None
-        for leaf, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-            if is_same(x, y):
-                continue
-            if type(x) is not type(y) or type(x) not in (float, int) or not may_change(a, x):
-                return None
-            places.add((index, leaf))
+        places.update((index, leaf) for leaf in changed)
     return places
+
+
+def _changed(a: Entry, b: Entry) -> list[int] | None:
+    """The leaves of two operators' arguments that differ, where they are numbers that may change;
+    None if the operators differ in more.
+    """
+    if (a.kind, a.func, a.results, a.writes, a.dtype) != (
+        b.kind,
+        b.func,
+        b.results,
+        b.writes,
+        b.dtype,
+    ):
+        return None
+    ours, theirs = list(leaves(a)), list(leaves(b))
+    if len(ours) != len(theirs):
+        return None
+    found = []
+    for leaf, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+        if is_same(x, y):
+            continue
+        if type(x) is not type(y) or type(x) not in (float, int) or not may_change(a, x):
+            return None
+        found.append(leaf)
+    return found
 
 
 def may_change(entry: Entry, number: Any) -> bool:
@@ -312,7 +324,7 @@ def script_of(
                 if entry.kind == "kernel":
                     dirty.add(storage)
         dirty.update(storage_of[slot] for slot in entry.writes)
-        used.update(storage_of[slot] for slot in _slots(entry))
+        used.update(storage_of[slot] for slot in slots_of(entry))
         draws = draws or facts.is_random
         calls.append(call)
 
@@ -391,12 +403,12 @@ def _common_length(one: Script, other: Script) -> int:
             index in one.moments
             or index in other.moments
             or one.runs[index] is not other.runs[index]
-            or not _alike(a, b)
-            or any(one.slots[slot] != other.slots[slot] for slot in _slots(a))
+            or _changed(a, b) is None
+            or any(one.slots[slot] != other.slots[slot] for slot in slots_of(a))
             or any(
                 (one.creators[number], one.size_bytes[number])
                 != (other.creators[number], other.size_bytes[number])
-                for number in {one.slots[slot].storage for slot in _slots(a)}  # type: ignore[union-attr]
+                for number in {one.slots[slot].storage for slot in slots_of(a)}  # type: ignore[union-attr]
             )
         ):
             break
@@ -404,25 +416,9 @@ def _common_length(one: Script, other: Script) -> int:
     return count
 
 
-def _slots(entry: Entry) -> list[int]:
+def slots_of(entry: Entry) -> list[int]:
+    """The slots that an operator is given, and those that it makes."""
     return [*_refs(entry), *(one.slot for one in entry.results if type(one) is Made)]
-
-
-def _alike(a: Entry, b: Entry) -> bool:
-    """Whether two operators are the same but for numbers that may change."""
-    if (a.kind, a.func, a.results, a.writes, a.dtype) != (
-        b.kind,
-        b.func,
-        b.results,
-        b.writes,
-        b.dtype,
-    ):
-        return False
-    ours, theirs = list(leaves(a)), list(leaves(b))
-    return len(ours) == len(theirs) and all(
-        is_same(x, y) or (type(x) is type(y) and type(x) in (float, int) and may_change(a, x))
-        for x, y in zip(ours, theirs, strict=True)
-    )
 
 
 def _made_again(
@@ -439,7 +435,7 @@ def _made_again(
         entry = entries[recording.storages[number].creator]
         call = Call(entry.func, entry.args, entry.kwargs, (), False, "", entry.source)
         call.random = facts_of(entry.func).is_random
-        tensors = [recording.slots[slot] for slot in _slots(entry)]
+        tensors = [recording.slots[slot] for slot in slots_of(entry)]
         if number in written or entry.writes or not is_exact(call, tensors):
             return False
         return all(

@@ -64,6 +64,11 @@ class _Calls:
     in_vain: int = 0
     """How many recordings there have been since the last call by plan."""
 
+    def prefer(self, way: _Way) -> None:
+        """Makes a way the first."""
+        self.ways.remove(way)
+        self.ways.insert(0, way)
+
 
 _ASKED_OF_GENERATORS: Final = ("get_state", "set_state", "manual_seed", "seed", "initial_seed")
 
@@ -236,8 +241,7 @@ class Beside:
             is_new = way.planned is None or numbers != way.numbers or held != way.alive
             if is_new:
                 way.numbers, way.alive, way.is_to_be_planned = numbers, held, True
-            calls.ways.remove(way)
-            calls.ways.insert(0, way)
+            calls.prefer(way)
             # A call that went another way is still to be seen twice.
             calls.records = not is_new and calls.in_vain < _MOST_RECORDED
             return
@@ -252,8 +256,7 @@ class Beside:
                 )  # fmt: skip
             del calls.ways[_MOST_RECORDED:]
             if planned is not None and planned in calls.ways:
-                calls.ways.remove(planned)
-                calls.ways.insert(0, planned)
+                calls.prefer(planned)
                 calls.records = False
 
     def _plan(self, script: Script) -> Planned:
@@ -325,9 +328,7 @@ class Beside:
         else:
             self.last, calls.in_vain = matched.planned, 0
             way = next(way for way in calls.ways if way.planned is matched.planned)
-            if way is not calls.ways[0]:
-                calls.ways.remove(way)
-                calls.ways.insert(0, way)
+            calls.prefer(way)
         return result
 
     def _tell_left(self, why: str) -> None:
