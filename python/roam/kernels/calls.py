@@ -77,7 +77,7 @@ def copyable_calls(
         if at is not None and at.by_rows:
             copyable[index] = at.workspace_bytes
             continue
-        made = [program.storage_of(slot) for slot in _made(call) if program.storage_of(slot) >= 0]
+        made = [program.storage_of(slot) for slot in call.made() if program.storage_of(slot) >= 0]
         local = [
             storage
             for storage in made
@@ -131,7 +131,7 @@ def _placed(program: Program, index: int, where: _Where) -> Placed | None:
 def _found(program: Program, index: int, where: _Where) -> Placed | None:
     device, leaving, unmovable, worth_bytes = where
     call = program.calls[index]
-    slots = list(_made(call))
+    slots = call.made()
     inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
     outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
     if (
@@ -188,10 +188,6 @@ def _in_place(
             yield value.slot, slots[number]
 
 
-def _made(call: Call) -> Iterator[int]:
-    return (slot for slot in call.outputs if slot is not None)
-
-
 def unmovable_storages(program: Program) -> set[int]:
     """Storages of tensors that cannot lie elsewhere."""
     return {
@@ -199,7 +195,7 @@ def unmovable_storages(program: Program) -> set[int]:
         for call in program.calls
         if isinstance(call.target, OpOverload)
         and call.target.name().partition(".")[0] in _UNMOVABLE
-        for slot in (*call.refs(), *_made(call))
+        for slot in (*call.refs(), *call.made())
     }
 
 
@@ -207,7 +203,7 @@ def _is_apart(program: Program, index: int, device: torch.device) -> bool:
     """Whether each result of a call fills a storage of its own that the call makes on the
     device.
     """
-    slots = [slot for slot in _made(program.calls[index]) if program.slots[slot] is not None]
+    slots = [slot for slot in program.calls[index].made() if program.slots[slot] is not None]
     storages = {program.storage_of(slot) for slot in slots}
     return (
         len(storages) == len(slots)

@@ -190,6 +190,10 @@ class Call:
         self._known_refs = self.args, self.kwargs, self.state, self.skip_if, tuple(found)
         return self._known_refs[4]
 
+    def made(self) -> list[int]:
+        """Slots of its results."""
+        return [slot for slot in self.outputs if slot is not None]
+
     def renamed(self, name: Callable[[int], int]) -> Call:
         """The same call on other slots. For the same slots it returns the same object each time,
         and itself for its own slots. So what is known of the calls of one program holds for the
@@ -465,6 +469,14 @@ class Program:
     def persists(self, storage: int) -> bool:
         """Whether a storage exists before the step and after it."""
         return self.storages[storage].creator < 0 and storage not in self.entering
+
+    def users(self) -> dict[int, list[int]]:
+        """For each storage, the numbers of the calls that use or make it."""
+        users: dict[int, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            for number in {self.storage_of(slot) for slot in (*call.refs(), *call.made())}:
+                users.setdefault(number, []).append(index)
+        return users
 
     def storage_of(self, slot: int) -> int:
         """Number of the storage that a slot's tensor is in; -1 for a live number."""

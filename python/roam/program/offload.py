@@ -69,11 +69,7 @@ def offers(
         excluded: storages that may not lie elsewhere than where their call puts them.
     """
     leaving = program.leaving()
-    users: dict[int, list[int]] = {}
-    for index, call in enumerate(program.calls):
-        touched = {program.storage_of(slot) for slot in (*call.refs(), *_made(call))}
-        for number in touched:
-            users.setdefault(number, []).append(index)
+    users = program.users()
     found = []
     for number, storage in enumerate(program.storages):
         if (
@@ -93,7 +89,7 @@ def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
     """A storage as an offer; None if it cannot be one."""
     storage = program.storages[number]
     made = [
-        slot for slot in _made(program.calls[storage.creator]) if program.storage_of(slot) == number
+        slot for slot in program.calls[storage.creator].made() if program.storage_of(slot) == number
     ]
     if len(made) != 1 or not program.covers(made[0]):
         return None
@@ -113,7 +109,7 @@ def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
     seen = {
         slot
         for call in calls
-        for slot in (*call.refs(), *_made(call))
+        for slot in (*call.refs(), *call.made())
         if program.storage_of(slot) == number
     }
     is_plain = all(
@@ -191,7 +187,3 @@ def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloa
 
 def _name(names: Mapping[int, int], slot: int) -> int:
     return names.get(slot, slot)
-
-
-def _made(call: Call) -> list[int]:
-    return [slot for slot in call.outputs if slot is not None]

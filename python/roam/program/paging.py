@@ -81,7 +81,7 @@ def pages_of(
         kinds: the kind of each storage, as in the graph.
         excluded: storages that may not lie elsewhere than where they are.
     """
-    users = _users(program)
+    users = program.users()
     given: dict[int, list[tuple[Any, int]]] = {}
     for reference, slot in program.referenced:
         given.setdefault(program.storage_of(slot), []).append((reference, slot))
@@ -117,7 +117,7 @@ def pages_of(
             if len(leaves) != 1 or slot not in rebound:
                 continue
         elif kinds[number] == "gradient":
-            made = [one for one in _made(program.calls[storage.creator]) if program.storage_of(one) == number]  # fmt: skip
+            made = [one for one in program.calls[storage.creator].made() if program.storage_of(one) == number]  # fmt: skip
             if len(made) != 1:
                 continue
             (slot,) = made
@@ -156,14 +156,6 @@ def least_moved_bytes(pages: Iterable[Page], room_bytes: int) -> int:
     return least_bytes
 
 
-def _users(program: Program) -> dict[int, list[int]]:
-    users: dict[int, list[int]] = {}
-    for index, call in enumerate(program.calls):
-        for number in {program.storage_of(slot) for slot in (*call.refs(), *_made(call))}:
-            users.setdefault(number, []).append(index)
-    return users
-
-
 def _changes(program: Program, number: int, index: int) -> bool:
     """Whether a call changes a storage."""
     return number in map(program.storage_of, program.calls[index].mutates)
@@ -172,7 +164,7 @@ def _changes(program: Program, number: int, index: int) -> bool:
 def _is_view(program: Program, number: int, index: int) -> bool:
     """Whether a call only makes a view of a storage."""
     call = program.calls[index]
-    made = _made(call)
+    made = call.made()
     return (
         len(made) == len(call.outputs) == 1
         and not call.mutates
@@ -208,7 +200,7 @@ def _is_seen(program: Program, number: int, uses: Iterable[int]) -> bool:
         _is_view(program, number, index)
         or all(
             program.storage_of(slot) != number or program.storages[number].creator == index
-            for slot in _made(program.calls[index])
+            for slot in program.calls[index].made()
         )
         for index in uses
     )
@@ -315,7 +307,7 @@ def _read(writing: _Writing, page: Page, part: list[int], paged: int) -> int:
     fetch = Fetch(meta.shape, meta.stride, meta.dtype)
     before.append(writing.call(fetch, (ref_to(paged),), (made,), part[0]))
     names = {page.slot: made}
-    makers = {slot: program.calls[index] for one in page.parts for index in one for slot in _made(program.calls[index])}  # fmt: skip
+    makers = {slot: program.calls[index] for one in page.parts for index in one for slot in program.calls[index].made()}  # fmt: skip
 
     def view(slot: int) -> int:
         if program.storage_of(slot) != meta.storage:
@@ -333,7 +325,7 @@ def _read(writing: _Writing, page: Page, part: list[int], paged: int) -> int:
         call = program.calls[index]
         for slot in call.refs():
             view(slot)
-        for slot in _made(call):
+        for slot in call.made():
             if program.storage_of(slot) == meta.storage:
                 writing.slots[slot] = replace(writing.slots[slot], storage=storage)  # type: ignore[type-var]
                 names[slot] = slot
@@ -370,7 +362,3 @@ def _keep(writing: _Writing, page: Page, pages: Pages) -> int:
 
 def _name(names: dict[int, int], slot: int) -> int:
     return names.get(slot, slot)
-
-
-def _made(call: Call) -> list[int]:
-    return [slot for slot in call.outputs if slot is not None]
