@@ -311,6 +311,29 @@ def _function_modes() -> bool:
     return entered and count == 1 and made.device.type == "cpu"
 
 
+def _hidden_mode() -> bool:
+    seen: list[Any] = []
+
+    class Mode(private.HiddenMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2)
+        is_told = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    torch.zeros(2)
+    return len(seen) == 1 and not is_told
+
+
+def _wrapped() -> bool:
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: (seen.append(private.is_wrapped(x)), x)[1])(torch.ones(2))
+    return seen == [True] and not private.is_wrapped(torch.ones(2))
+
+
 def _transforms() -> bool:
     seen: list[Any] = []
     torch.func.vmap(lambda x: (seen.append(private.function_transform()), x)[1])(torch.ones(2))
@@ -1591,6 +1614,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "forget_layouts": _in_group(_forgets_layouts),
     "function_modes": _function_modes,
     "function_transform": _transforms,
+    "HiddenMode": _hidden_mode,
+    "is_wrapped": _wrapped,
     "gradient_hooks_of": _hooked,
     "guarded_places": _tells_what_is_guarded,
     "called_overloads": _called_overloads,

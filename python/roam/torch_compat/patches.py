@@ -110,7 +110,8 @@ PATCHES: Final = (
             "kernels that wait for the plan compute in another way", optional=True)
       for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads", "set_flush_denormal")),
                             ("os", ("putenv", "unsetenv")), ("torch.backends.m.ContextProp", ("__set__",)))),
-    Patch("torch", ("asarray",), _BESIDE, _NO_BESIDE),
+    Patch("torch", ("asarray", "to_dlpack", "tensor_split"), _BESIDE, _NO_BESIDE),
+    Patch("torch.Tensor", ("tensor_split",), _BESIDE, _NO_BESIDE),
     Patch("threading.Thread", ("start",), "a step that runs beside its plan leaves that before other threads run",
           "a thread reads memory that no kernel has written to yet"),
     Patch("concurrent.futures.ThreadPoolExecutor", ("submit",), "as for threads", "as for threads"),

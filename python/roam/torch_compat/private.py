@@ -112,6 +112,8 @@ with_conj: Callable[[Any], Any] = torch._conj
 """A view that stands for the conjugate."""
 with_neg: Callable[[Any], Any] = torch._neg_view
 """A view that stands for the negative."""
+is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is that of a function transform, which has no storage of its own."""
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold a storage, by its `c_pointer`."""
 tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
@@ -132,6 +134,21 @@ ASKS_FOR_FAKES: Sequence[tuple[Any, str]] = (
 """Functions, each with its module, whose answers are others while fake tensors are in place."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Both attributes by name."""
+
+
+class HiddenMode(TorchDispatchMode):
+    """A dispatch mode that `is_in_torch_dispatch_mode` does not tell of, and Dynamo looks into."""
+
+    def __enter__(self) -> Any:
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
 
 
 def on_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -1552,6 +1569,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "HiddenMode",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
@@ -1642,6 +1660,7 @@ __all__ = [
     "is_pending_class",
     "is_precompiled",
     "is_view",
+    "is_wrapped",
     "is_wrapper_subclass",
     "is_zero_derivative",
     "joined",

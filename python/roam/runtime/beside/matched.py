@@ -4,6 +4,7 @@ runs by the plan.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from roam.runtime.beside.script import (
     TENSOR,
     Expected,
     Script,
+    aten,
     common,
     is_same,
     leaf_at,
@@ -53,7 +55,7 @@ from roam.runtime.beside.script import (
 )
 from roam.torch_compat.private import (
     TENSOR_DATA,
-    TorchDispatchMode,
+    HiddenMode,
     allow_access,
     disable_current_modes,
     forbid_access,
@@ -63,10 +65,11 @@ from roam.torch_compat.private import (
     version_of,
 )
 
-_Tensor = torch.Tensor
+_IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+"""Losses that leave out the labels that their fifth argument names."""
 
 
-class Matched(TorchDispatchMode):
+class Matched(HiddenMode):
     """One call of the user's function beside a plan.
 
     Attributes:
@@ -176,10 +179,6 @@ class Matched(TorchDispatchMode):
             return True
         return False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to say so at every operator takes longer than all else here
-
     # -- operators
 
     def __torch_dispatch__(
@@ -239,6 +238,9 @@ class Matched(TorchDispatchMode):
             if is_foreign(func):
                 self.drawn()
             return result
+        if step.bound is not None and not self._is_in_range(step, args):
+            self.leave("an index is out of range")
+            return func(*args, **(kwargs or {}))
         self._at += 1
         for number in step.guarded:
             if number not in self._forbidden and number not in self._copies:
@@ -276,6 +278,22 @@ class Matched(TorchDispatchMode):
             )
             self.leave(self._misfit or f"{func} comes where {came}")
         return func(*args, **kwargs)
+
+    def _is_in_range(self, step: Expected, args: Any) -> bool:
+        """Whether an operator fails for none of its indices. One that does is to fail where it
+        stands, as in eager PyTorch.
+        """
+        assert step.bound is not None
+        indices = args[step.bound[0]]
+        if indices.numel() == 0:
+            return True
+        with self._kernels():
+            if step.func in _IGNORING:
+                indices = indices[indices != args[4]]
+                if indices.numel() == 0:
+                    return True
+            least, most = (one.item() for one in torch.aminmax(indices))
+        return bool(least >= 0 and most < step.bound[1](args))
 
     def _allow(self, entry: Entry | None = None) -> None:
         """Lets Python look at memory that no kernel waits for any more; of an entry's arguments
@@ -461,6 +479,20 @@ class Matched(TorchDispatchMode):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
+
+    def unseen(self, what: str, code: str) -> None:
+        """Python is about to do what cannot be followed."""
+        if not self.left:
+            self.may_leave = True
+            self.leave(what)
+        if code != "refused_operator":
+            source = str(Frames({}, {}).here()[1])
+            self.failure = ExecutionError(
+                f"{source}: {what}. No call that was recorded has done so; what this one has done so far stays",
+                code=code,
+                source=source,
+            )
+            raise self.failure
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
@@ -686,6 +718,9 @@ class Matched(TorchDispatchMode):
         if self.left or self.is_over:
             return
         self.left = why
+        if UNREAD in str(sys.exc_info()[1]):  # which the step's own code has caught
+            self.failure = ExecutionError(UNREAD, code="unread")
+            raise self.failure
         if not self.may_leave:
             self.failure = ExecutionError(
                 f"the step goes another way than its plan, and on_change='raise' keeps it from going on: {why}; what it "

@@ -20,8 +20,8 @@ from roam.program.ir import Source, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
 from roam.runtime.beside.placeholders import WeakStorage
 from roam.torch_compat.private import (
+    HiddenMode,
     OpOverload,
-    TorchDispatchMode,
     schema_of,
     storage_of,
     storage_pointer,
@@ -113,7 +113,7 @@ class Recording:
     """Why no plan can be made of it."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(HiddenMode):
     """Records what runs in the block.
 
     Args:
@@ -137,10 +137,6 @@ class Recorder(TorchDispatchMode):
         self._storages: list[WeakStorage] = []
         self._parameters: set[int] = set()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to say so at every operator takes longer than all else here
-
     def __torch_dispatch__(
         self,
         func: Any,
@@ -158,20 +154,21 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._record(func, args, kwargs)
 
-    def fail(self, message: str, code: str, func: Any = None) -> None:
+    def fail(self, message: str, code: str, func: Any = None, *, is_unseen: bool = False) -> None:
         """Notes that no plan can be made of the call. It goes on if it has changed something.
 
         Raises:
-            CaptureError: it has not, so nothing more of it runs.
+            CaptureError: it has not, or what comes now would not be as in eager PyTorch, so nothing
+                more of it runs.
         """
-        if self.recording.failed is not None:
+        if self.recording.failed is not None and not is_unseen:
             return
         source = str(self._frames.here()[1])
         where = f"{func} at {source}" if func is not None else source
         self.recording.failed = CaptureError(
             f"{where}: {message}", code=code, operator=str(func or ""), source=source
         )
-        if self._stops and not self._has_written:
+        if is_unseen or (self._stops and not self._has_written):
             self.stopped = self.recording.failed
             raise self.stopped
 
@@ -195,6 +192,10 @@ class Recorder(TorchDispatchMode):
                 "it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)",
                 "storage_replaced",
             )
+
+    def unseen(self, what: str, code: str) -> None:
+        """Python is about to do what cannot be followed."""
+        self.fail(what, code, is_unseen=code != "refused_operator")
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
@@ -374,10 +375,11 @@ def is_passed(func: Any) -> bool:
 
 
 def is_now(func: Any) -> bool:
-    """Whether an operator gives Python a value, or makes tensors whose shapes follow from
-    values.
+    """Whether an operator gives Python a value, or an error that values decide on, or makes tensors
+    whose shapes follow from values.
     """
-    if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
+    facts = facts_of(func)
+    if func in _VALUES or is_foreign(func) or facts.may_be_decided or facts.is_check:
         return True
     return any(
         tag in func.tags
