@@ -632,6 +632,25 @@ def test_a_step_beside_its_plan_is_compared(options: dict[str, Any]) -> None:
     assert compared.equal, compared
 
 
+def test_the_plan_of_a_step_beside_it_is_shown(tmp_path: Any) -> None:
+    _, compiled = ran("clocks_and_chance", python="beside")
+    plan = compiled.plan(*batches()[0])
+    assert plan.total_bytes == compiled.memory().total_bytes
+    assert plan is compiled.plans[0][1]
+    compiled.report(tmp_path / "page.html", limits=["90%"])
+    compiled.export(tmp_path / "plan.json")
+    assert compiled.communication().time_s == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "plan.json"}
+
+
+def test_no_more_kinds_of_calls_have_plans_than_are_asked_for() -> None:
+    compiled = roam.compile(lambda x: str(x.sum().item()), python="beside", max_plans=2)
+    for length in (2, 3, 4):
+        for _ in range(3):
+            compiled(torch.ones(length))
+    assert len(compiled.plans) == 2
+
+
 def test_auto_keeps_plans_of_their_own_for_idle_python() -> None:
     _, step = deep(asks=False)
     compiled = roam.compile(step, python="auto")

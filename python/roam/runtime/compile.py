@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from roam._core import Plan
-from roam.capture.step import CapturedStep, Known, capture_step
+from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.distributed.agreement import announce
@@ -46,7 +46,7 @@ from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_byt
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options, choose
+from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
@@ -343,7 +343,15 @@ class Step:
         """
         if refusal is not None and not self.may_run_beside(refusal):
             raise refusal
-        self._beside = Beside(self._train_step, self._name, self._options, self._on_change, refusal)
+        most = self._captures.most
+        self._beside = Beside(
+            self._train_step, self._name, self._options, self._on_change, most, refusal
+        )
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the step's Python runs at each call, beside plans."""
+        return self._python == "beside" or self._beside is not None
 
     def may_run_beside(self, refusal: CaptureError) -> bool:
         """Whether the step's Python is to run beside plans where a plan alone is refused."""
@@ -560,6 +568,10 @@ class Step:
         that all other conditions are false.
         """
         call = StepCall(args, kwargs)
+        if self._beside is not None:
+            planned = self._beside.planned(call.kind(self._known.taker))
+            if planned is not None:
+                return planned.choice.plan
         found = self._captures.find(call, self._known.taker)
         if isinstance(found, Misfit):
             seen = self._seen.get((call.kind(self._known.taker), ()))
@@ -735,26 +747,37 @@ class Step:
                 "without streams=",
                 code="invalid_memory_limit",
             )
+        if self._beside is not None and self._beside.last is not None:
+            last = self._beside.last
+            variant = Variant(last.script.program, self._name, as_written=last.script.program)
+            changes = [
+                tried(f"memory={name}", partial(self._figures_within, variant, last.choice, limit))
+                for name, limit in asked.items()
+            ]
+            planned = planned_by(last.choice)
+            return Anatomy(self._name, planned, plain_of(last.choice), None, changes)
         captured = self._reported()
         first, steady = captured.runners[0], captured.runners[-1]
         planned = planned_by(steady.choice)
         other = None if first is steady else planned_by(first.choice)
+        later = captured.step.steady or captured.step.first
+        assert later is not None, "one of them is there"
         changes = [
-            tried(f"memory={name}", partial(self._figures_within, captured, limit))
+            tried(f"memory={name}", partial(self._figures_within, later, steady.choice, limit))
             for name, limit in asked.items()
         ]
         return Anatomy(steady.name, planned, plain_of(steady.choice), other, changes)
 
-    def _figures_within(self, captured: Captured[Runner], limit: MemoryLimit) -> Mapping[str, Any]:
+    def _figures_within(
+        self, variant: Variant, known: Choice, limit: MemoryLimit
+    ) -> Mapping[str, Any]:
         """The figures of a later step's plan within a limit."""
-        variant = captured.step.steady or captured.step.first
-        assert variant is not None, "one of them is there"
         with Progress(f"planning {self._name} within a limit", only_live=True):
             (choice,) = choose(
                 [variant],
                 pool=self._options.pool,
                 time_limit_s=self._options.time_limit_s,
-                is_real=captured.runners[-1].choice.kernel_bytes is not None,
+                is_real=known.kernel_bytes is not None,
                 memory=limit,
                 keep_checkpoints=self._options.keep_checkpoints,
                 offload=self._options.offload,
@@ -774,7 +797,7 @@ class Step:
             ExecutionError: nothing is planned yet (code ``no_call``).
             ValueError: the plan is for several streams.
         """
-        choice = self._reported().runners[-1].choice
+        choice = self._last_choice()
         return Communication.of(choice.program, choice.graph, choice.plan, links)
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -787,7 +810,13 @@ class Step:
             ValueError: no format has the path's ending.
             OSError: the file cannot be written.
         """
-        write_export(planned_by(self._reported().runners[-1].choice), path)
+        write_export(planned_by(self._last_choice()), path)
+
+    def _last_choice(self) -> Choice:
+        """The plan of the most recent call, with its program."""
+        if self._beside is not None and self._beside.last is not None:
+            return self._beside.last.choice
+        return self._reported().runners[-1].choice
 
     def _reported(self) -> Captured[Runner]:
         """The capture of the most recent call."""

@@ -210,8 +210,8 @@ def looking(one: Any) -> Iterator[None]:
     for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
         patches.append((torch, name, making(getattr(torch, name), 0)))
     patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
-    for holder, name, place in _READING:
-        patches.append((holder, name, making(getattr(holder, name), place, is_whole=True)))
+    for reading, name, place in _READING:
+        patches.append((reading, name, making(getattr(reading, name), place, is_whole=True)))
     for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
         patches.append((holder, name, announced(getattr(holder, name), one.threaded)))
     with replaced(patches):

@@ -120,6 +120,7 @@ class Beside:
         name: the name of its graphs.
         options: how plans are made.
         on_change: as for `roam.compile`.
+        most: for how many kinds of calls plans are kept.
         refusal: why a plan alone cannot repeat the function; None if it is not known.
     """
 
@@ -129,6 +130,7 @@ class Beside:
         name: str,
         options: Options,
         on_change: str,
+        most: int,
         refusal: CaptureError | None = None,
     ) -> None:
         if not is_possible():
@@ -137,7 +139,7 @@ class Beside:
                 code="beside",
             )
         self._function, self._name, self._options = function, name, options
-        self._on_change, self._why = on_change, refusal
+        self._on_change, self._most, self._why = on_change, most, refusal
         self._calls: dict[Hashable, _Calls] = {}
         self._is_told = False
         self._refusal: Exception | None = None
@@ -158,7 +160,7 @@ class Beside:
         self._torn = []
         if self._refusal is not None:
             raise self._refusal
-        calls = self._calls.get(key)
+        calls = self._calls.pop(key, None)
         if calls is None:
             if self._on_change == "raise" and self.plans:
                 raise ExecutionError(
@@ -166,7 +168,10 @@ class Beside:
                     "those of the first calls, or leave on_change= out",
                     code="no_plan_fits",
                 )
-            calls = self._calls[key] = _Calls()
+            calls = _Calls()
+        self._calls[key] = calls  # the last one
+        if len(self._calls) > self._most:
+            del self._calls[next(iter(self._calls))]
         for way in calls.ways:
             if way.is_to_be_planned:  # before the call, so that nothing has run if there is no plan
                 way.planned = self._plan(
@@ -185,6 +190,11 @@ class Beside:
             return self._record(args, kwargs, calls)
         return self._match(planned, args, kwargs, calls)
 
+    def planned(self, key: Hashable) -> Planned | None:
+        """By what a call with arguments of this kind runs, unless it goes another way."""
+        calls = self._calls.get(_around(key))
+        return calls.ways[0].planned if calls and calls.ways else None
+
     @property
     def plans(self) -> list[Planned]:
         """All plans."""
@@ -198,7 +208,7 @@ class Beside:
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
         calls = self._calls.get(_around(key))
-        planned = calls.ways[0].planned if calls and calls.ways and not calls.records else None
+        planned = None if calls is None or calls.records else self.planned(key)
         if planned is None:
             return self.run(args, kwargs, key)
         with planned.executor.held():
