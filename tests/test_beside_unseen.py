@@ -369,6 +369,34 @@ def test_what_no_recorded_call_has_done_is_refused(function: Any, code: str) -> 
     assert caught.value.code == code
 
 
+def test_arrays_between_calls_keep_no_step_from_its_plan() -> None:
+    weight = torch.ones(40, requires_grad=True)
+
+    def step(x: torch.Tensor) -> str:
+        weight.grad = None
+        (x * weight).square().sum().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad * 0.1)
+        return str(weight.sum().item())
+
+    compiled, kept = roam.compile(step, python="beside", time_limit_s=0.1), []
+    for call in range(CALLS):
+        before = weight.detach().clone()
+        array = weight.detach().numpy() if call else None
+        if call == CALLS - 2:
+            kept.append(array)
+        del array
+        found = compiled(torch.full((40,), 0.5))
+        after = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(before)
+        assert step(torch.full((40,), 0.5)) == found
+        assert torch.equal(weight, after)
+        if call == CALLS - 3:
+            assert compiled.memory().total_bytes > 0  # it has run by its plan
+    assert all((array == weight.detach().numpy()).all() for array in kept)
+
+
 def test_a_compiled_step_in_another_one_is_a_part_of_that() -> None:
     def run(wrap: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(0)

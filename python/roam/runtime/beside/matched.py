@@ -400,6 +400,8 @@ class Matched(HiddenMode):
                     last[3] = TENSOR_DATA.__get__(tensor)
                 self._bound[slot] = last[3]
             return True
+        if last is not None:
+            last[3] = None  # which would count among those that hold the storage
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return False
         if number is None:

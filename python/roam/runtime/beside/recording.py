@@ -18,7 +18,7 @@ from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
-from roam.runtime.beside.placeholders import WeakStorage
+from roam.runtime.beside.placeholders import WeakStorage, note_known
 from roam.torch_compat.private import (
     HiddenMode,
     OpOverload,
@@ -341,6 +341,8 @@ class Recorder(HiddenMode):
     def _new_storage(self, tensor: torch.Tensor, creator: int, name: str) -> int:
         storage = storage_of(tensor)
         number = self._numbers[storage_pointer(storage)] = len(self._storages)
+        if creator < 0 and storage.resizable():  # whatever NumPy gets later
+            note_known(storage)
         self._storages.append(WeakStorage(storage))
         self.recording.storages.append(Seen(storage.nbytes(), creator, name))
         return number
