@@ -213,6 +213,8 @@ class Ranges:
                 earlier[name] = before.arguments.size(place, dim) - more
                 seen[name] = size.before - more if is_given else max(earlier[name], values[name])
                 most[name] = seen[name] if is_given else _RANGE * seen[name]
+                if (table := _table(before, size.before)) is not None and not is_given:
+                    most[name] = max(seen[name], min(most[name], table - more))
                 if dim == OFFSET:
                     floors[name] = SHIFT
                     most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
@@ -348,6 +350,23 @@ def _writes_to_parts(variant: Variant | None, sizes: ArgumentSizes) -> bool:
         storage in written and (storages.count(storage) > 1 or not program.covers(slot))
         for slot, storage in zip(slots, storages, strict=True)
     )
+
+
+def _table(step: CapturedStep, size: int) -> int | None:
+    """How many elements the shortest table has, such as of positions, of which the step takes the
+    first so many. Sizes are hardly larger, and a trace for larger ones would be for nothing.
+    """
+    program = (step.steady or step.first).as_written  # type: ignore[union-attr]
+    given = {slot for one, slot in program.referenced if isinstance(one, ArgumentReference)}
+    found = []
+    for call in program.calls:
+        if call.target is torch.ops.aten.slice.Tensor and len(call.args) == 4:
+            ref, dim, start, end = call.args
+            meta = program.slots[ref.slot]
+            is_kept = meta is not None and program.storages[meta.storage].creator < 0
+            if is_kept and (start, end) == (0, size) and ref.slot not in given:
+                found.append(int(meta.shape[dim]))
+    return min(found, default=None)
 
 
 def _placed_alike(
