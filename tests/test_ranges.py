@@ -432,13 +432,30 @@ def test_a_size_that_python_needs_is_told(caplog: pytest.LogCaptureFixture) -> N
     assert any("one plan does not hold" in message for message in caplog.messages)
 
 
-def test_convolutions_follow_the_size_of_images() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
-        )  # fmt: skip
+def convolved() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
 
+
+def halved_often() -> nn.Module:
+    blocks = [
+        (nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU(), nn.MaxPool2d(2))
+        for inner, outer in ((3, 4), (4, 8), (8, 16), (16, 16))
+    ]
+    layers = [layer for block in blocks for layer in block]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(convolved, (12, 17, 14, 15, 20, 13, 16)), (halved_often, (81, 49, 39, 62, 111, 64, 95, 33))],
+    ids=["convolved", "halved often"],
+)
+def test_convolutions_follow_the_size_of_images(
+    make: Callable[[], nn.Module], sizes: tuple[int, ...]
+) -> None:
     outcomes, step = [], None
     for is_planned in (False, True):
         torch.manual_seed(0)
@@ -459,7 +476,7 @@ def test_convolutions_follow_the_size_of_images() -> None:
             function = step = roam.compile(train, sizes=True)
         losses = [
             function(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size)))
-            for size in (12, 17, 14, 15, 20, 13, 16)
+            for size in sizes
         ]
         outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
     assert_same_bits(*outcomes)
