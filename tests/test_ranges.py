@@ -117,6 +117,50 @@ def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
     assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
 
 
+ORDERS = {
+    "rising": [5, *range(6, 48, 3)],
+    "falling": list(range(47, 4, -5)),
+    "random": random.Random(1).sample(range(5, 48), 10),
+    "longest last": [*random.Random(2).sample(range(5, 20), 6), 47],
+}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
+def test_the_pool_grows_at_most_twice(order: list[int], is_given: bool) -> None:
+    net = Reader()
+    step = roam.compile(
+        reading(net, torch.optim.SGD(net.parameters(), lr=0.1)),
+        sizes={"ids": {1: 47}} if is_given else True,
+        pool=True,
+    )
+    pools = []
+    for length in order:
+        step(ids_of(2, length))
+        pools.append(max(plan.pool_bytes for plan in step.kept().plans))
+    assert len(set(pools)) - 1 <= (0 if is_given else 2)
+    assert len(step.kept().plans) == (1 if is_given else 2)
+
+
+def test_the_pool_grows_at_most_twice_for_lengths_of_two_arguments() -> None:
+    net = Reader()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(ids).mean((0, 1)) @ net(others).mean((0, 1))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = roam.compile(train, pool=True)
+    pools = []
+    for length in range(5, 37, 2):
+        step(ids_of(2, length), ids_of(2, 41 - length))
+        pools.append(max(plan.pool_bytes for plan in step.kept().plans))
+    assert len(set(pools)) <= 3
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2

@@ -271,26 +271,34 @@ class Ranges:
         if not any(is_within(values, corner) for corner in known):
             new = values
             if not self._has_limit and not self._given:
-                # Pages of the CPU's memory that nobody touches are never taken.
-                room = 2.0 if variant.device.type == "cpu" else 1.25
-                new = self._with_room(sizes, new, room)
+                new = self._with_room(sizes, new, is_cpu=variant.device.type == "cpu")
+                sizes = replace(sizes, enlarged=sizes.enlarged + 1)
             known = (*(corner for corner in known if not is_within(corner, new)), new)
         step.arguments.sizes = sizes = replace(sizes, corners=known)
         of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
         return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
 
     def _with_room(
-        self, sizes: ArgumentSizes, values: tuple[int, ...], room: float
+        self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
     ) -> tuple[int, ...]:
-        """Sizes of so many times the elements, larger where these are the largest so far, and of no
-        other size by chance, so that what is equal there is equal everywhere.
+        """Larger sizes, where these are the largest so far, and of no other size by chance, so that
+        what is equal there is equal everywhere.
+
+        Pages of the CPU's memory that nobody touches are never taken. So there a size is doubled,
+        and the next time as good as all of the range has room. Sizes of one argument share its
+        elements, of which there are to be twice as many, and no more.
         """
         before = sizes.largest() or (0,) * len(values)
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]
         grown = list(map(operator.gt, values, before))
         grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
-        by = room ** (1 / max(sum(grown), 1))
-        wanted = [int(by * value) for value in values]
+        room = 2.0 if is_cpu else 1.25
+        wanted = []
+        for value, names in zip(values, sizes.beside(), strict=True):
+            shares = max(sum(grown[place] for place in names), 1)
+            is_alone = len(names) == 1 and is_cpu
+            by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
+            wanted.append(int(by * value))
         for larger in (map(prime_from, wanted), wanted):
             found = tuple(
                 min(size, limit) if grows else value
