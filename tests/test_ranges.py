@@ -697,11 +697,65 @@ class TestGiven:
         assert caught.value.code.startswith("memory_")
         assert not optimizer.state
 
+    def test_batches_of_so_many_tokens_have_one_plan(self) -> None:
+        """As a sampler by tokens makes them."""
+        sizes = {"ids": {0: 12, 1: 24, "elements": 48}}
+        shapes = [(5, 9), (2, 24), (12, 4), (6, 8), (3, 16), (12, 3), (2, 20), (4, 12)]
+        step = run_both(shapes, sizes=sizes)
+        assert len(step._captures) == 1
+        corners = sizes_of(step)[0].corners
+        assert max(map(math.prod, corners)) == 48
+        assert all(
+            any(batch <= wide and length <= long for wide, long in corners)
+            for batch in range(2, 13)
+            for length in range(2, 25)
+            if batch * length <= 48
+        )
+        names = sizes_of(step)[0].symbols.names
+        for corner in corners:
+            for runner in step._captures[0].runners:
+                check_plan(runner.choice, dict(zip(names, corner, strict=True)))
+
+    def test_a_bound_on_elements_takes_less_than_both_sizes_at_their_largest(self) -> None:
+        net = Reader()
+        train = reading(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        totals = [
+            roam.compile(train, sizes={"ids": {0: 12, 1: 24, **more}})
+            .plan(ids_of(5, 9))
+            .total_bytes
+            for more in ({"elements": 48}, {})
+        ]
+        assert totals[0] < totals[1]
+
+    def test_other_arguments_of_the_same_size_follow(self) -> None:
+        net = Reader()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            scores = net(batch["input_ids"]).flatten(0, 1)
+            loss = functional.cross_entropy(scores, batch["labels"].flatten())
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = roam.compile(train, sizes={"input_ids": {0: 4, 1: 24}})
+        for shape in ((2, 9), (4, 24), (3, 5)):
+            step({"input_ids": ids_of(*shape), "labels": ids_of(*shape)})
+        assert len(step._captures) == 1
+
     def test_longer_ones_have_other_plans(self) -> None:
         assert len(run_both(lengths(9, 5, 24, 25, 26), sizes={"args[0]": {1: 24}})._captures) >= 2
 
     @pytest.mark.parametrize(
-        "sizes", [{"args[0]": {1: 4}}, {"args[0]": {2: 40}}, {"others": {1: 40}}], ids=str
+        "sizes",
+        [
+            {"args[0]": {1: 4}},
+            {"args[0]": {2: 40}},
+            {"others": {1: 40}},
+            {"ids": {1: 40, "elements": 15}},
+        ],
+        ids=str,
     )
     def test_what_does_not_fit_the_call_is_refused(self, sizes: Any) -> None:
         net = Reader()
@@ -710,7 +764,9 @@ class TestGiven:
             step(ids_of(2, 8))
 
     @pytest.mark.parametrize(
-        "sizes", [{"ids": 4}, {"args[0]": {1: 1}}, 5, {"ids": {-1: 4}}], ids=str
+        "sizes",
+        [{"ids": 4}, {"args[0]": {1: 1}}, 5, {"ids": {-1: 4}}, {"ids": {"elements": 8}}],
+        ids=str,
     )
     def test_what_is_no_mapping_is_refused(self, sizes: Any) -> None:
         with pytest.raises(ValueError, match="sizes must be"):

@@ -20,6 +20,8 @@ from roam.torch_compat.private import FakeTensor
 
 OFFSET: Final = -1
 """Stands for a dimension where a symbol is an argument's storage offset."""
+ELEMENTS: Final = "elements"
+"""Stands for a dimension where a user says how many elements an argument has at most."""
 SHIFT: Final = 64
 """How much larger such a symbol is than the offset: ranges begin at 2, or at 32, and offsets at
 0."""
