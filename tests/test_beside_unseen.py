@@ -251,11 +251,12 @@ def test_a_method_of_the_default_generator_is_refused(method: str) -> None:
         drawn = torch.rand(3)
         return drawn, getattr(torch.default_generator, method)(), torch.rand(3)
 
-    step = roam.compile(function, python="beside")
-    step(torch.ones(2))  # recorded
-    with pytest.raises(roam.CaptureError, match=method) as caught:
-        step(torch.ones(2))
-    assert caught.value.code == "generator_state"
+    step, state = roam.compile(function, python="beside"), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(roam.CaptureError, match=method) as caught:
+            step(torch.ones(2))
+        assert caught.value.code == "generator_state"
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_reads_memory_by_itself_is_refused() -> None:

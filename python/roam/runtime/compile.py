@@ -87,7 +87,7 @@ def compile(
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
     sizes: bool | Mapping[str, Mapping[int, int]] = True,
-    python: Python = "idle",
+    python: Python = "auto",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -149,8 +149,9 @@ def compile(
             Totals and memory budgets are those of the largest sizes. See docs/how-to/shapes.md.
         python: what becomes of the step's own Python. ``"idle"``: it runs when the step is
             captured, and no more; a step whose Python does what a plan cannot repeat is refused.
-            ``"beside"``: it runs at every call, and its kernels run by the plan. ``"auto"``: as
-            ``"beside"`` for steps that ``"idle"`` would refuse. See docs/explanation/beside.md.
+            ``"beside"``: it runs at every call, and its kernels run by the plan, which takes host
+            time for each operator. ``"auto"``: as ``"beside"`` for steps that ``"idle"`` would
+            refuse, from the first refusal on. See docs/explanation/beside.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -273,7 +274,7 @@ class Step:
         keep_grads: bool = False,
         options: Options = Options(),  # noqa: B008 - it cannot change
         max_plans: int = MAX_PLANS,
-        python: Python = "idle",
+        python: Python = "auto",
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._python: Python = python
@@ -340,25 +341,23 @@ class Step:
         Raises:
             CaptureError: the refusal, where another way cannot help, or is not wanted.
         """
-        options = self._options
-        if refusal is not None and (
-            self._python != "auto"
-            or refusal.code not in PYTHONS_OWN
-            or _has_ranks()
-            or options.streams > 1
-            or options.cuda_graph
-            or options.offload is not None
-            or options.kernels != "eager"
-            or not is_possible()
-        ):
+        if refusal is not None and not self.may_run_beside(refusal):
             raise refusal
-        if refusal is not None:
-            logger.warning(
-                "%s runs beside its plan from now on, which takes about 20 microseconds per operator and call (docs/explanation/"
-                "beside.md), since a plan alone cannot repeat what it does: %s",
-                self._name, refusal,
-            )  # fmt: skip
-        self._beside = Beside(self._train_step, self._name, options, self._on_change)
+        self._beside = Beside(self._train_step, self._name, self._options, self._on_change, refusal)
+
+    def may_run_beside(self, refusal: CaptureError) -> bool:
+        """Whether the step's Python is to run beside plans where a plan alone is refused."""
+        options = self._options
+        return self._python == "beside" or (
+            self._python == "auto"
+            and refusal.code in PYTHONS_OWN
+            and not _has_ranks()
+            and options.streams == 1
+            and not options.cuda_graph
+            and options.offload is None
+            and options.kernels == "eager"
+            and is_possible()
+        )
 
     def _runner(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 
 from roam.runtime.beside.placeholders import note_known
 from roam.runtime.beside.recording import tensors_in
+from roam.state.code_guards import TOLD_BY
 from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
 from roam.torch_compat.private import (
     TENSOR_DATA,
@@ -61,6 +63,11 @@ class Looked(Protocol):
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """`x.data` has been asked for."""
+
+
+def _chooses(variable: Any) -> bool:
+    """Whether libraries may choose kernels by an environment variable."""
+    return os.fsdecode(variable).startswith(TOLD_BY)
 
 
 @contextmanager
@@ -116,10 +123,14 @@ def looking(one: Any) -> Iterator[None]:
 
         return make
 
-    def announced(original: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
+    def announced(
+        original: Callable[..., Any],
+        tell: Callable[[], None],
+        by: Callable[..., bool] = lambda *_: True,
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if is_ours():
+            if is_ours() and by(*args[:1]):
                 with disable_current_modes():
                     tell()
             return original(*args, **kwargs)
@@ -159,6 +170,8 @@ def looking(one: Any) -> Iterator[None]:
         for name in KERNEL_SWITCHES
         if hasattr(C, name)
     ]
+    for name in ("putenv", "unsetenv"):  # which os.environ calls too
+        patches.append((os, name, announced(getattr(os, name), one.switching, by=_chooses)))
     for name in ("set_num_threads", "set_flush_denormal"):
         patches.append((torch, name, announced(getattr(torch, name), one.switching)))
     prop = torch.backends.ContextProp

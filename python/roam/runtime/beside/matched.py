@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from roam.capture.tracing.source_location import Frames
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
@@ -31,6 +32,7 @@ from roam.runtime.beside.recording import (
     Given,
     Made,
     at_path,
+    hidden_branch,
     is_passed,
     meta_of,
 )
@@ -99,7 +101,7 @@ class Matched(TorchDispatchMode):
         self._others, self._enter = others, enter
         self._take(planned)
         self.may_leave = True
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         """Why a kernel of the plan, or the plan itself, has failed."""
         self.torn: list[tuple[torch.Tensor, int]] = []
         """What was changed before a kernel failed, with the versions."""
@@ -190,6 +192,9 @@ class Matched(TorchDispatchMode):
         if self.left:
             if self.failure is not None:
                 raise self.failure
+            if hidden := hidden_branch(func, args, Frames({}, {})):
+                self.failure = hidden
+                raise hidden
             return func(*args, **(kwargs or {}))
         step = self._steps[self._at]
         if step.func is not func:

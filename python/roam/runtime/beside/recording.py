@@ -114,12 +114,22 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs in the block."""
+    """Records what runs in the block.
 
-    def __init__(self, frames: Frames) -> None:
+    Args:
+        stops: whether a call of which no plan can be made ends there, as long as it has changed no
+            tensor.
+    """
+
+    def __init__(self, frames: Frames, *, stops: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.is_busy = False
+        self.stopped: CaptureError | None = None
+        """Why nothing more of the call runs."""
+        self._stops = stops
+        self._has_written = False
+        """Whether the call has changed a tensor that it has not made."""
         self._frames = frames
         self._ids: dict[int, int] = {}
         self._weak: list[weakref.ref[torch.Tensor]] = []
@@ -139,17 +149,31 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.stopped is not None:
+            raise self.stopped
+        if hidden := hidden_branch(func, args, self._frames):
+            self.stopped = self.recording.failed = hidden
+            raise hidden
         if is_passed(func) or self.recording.failed is not None:
             return func(*args, **kwargs)
         return self._record(func, args, kwargs)
 
     def fail(self, message: str, code: str, func: Any = None) -> None:
-        """Notes that no plan can be made of the call, which goes on."""
+        """Notes that no plan can be made of the call. It goes on if it has changed something.
+
+        Raises:
+            CaptureError: it has not, so nothing more of it runs.
+        """
+        if self.recording.failed is not None:
+            return
         source = str(self._frames.here()[1])
         where = f"{func} at {source}" if func is not None else source
         self.recording.failed = CaptureError(
             f"{where}: {message}", code=code, operator=str(func or ""), source=source
         )
+        if self._stops and not self._has_written:
+            self.stopped = self.recording.failed
+            raise self.stopped
 
     def settle(self, tensor: torch.Tensor | None) -> None:
         """Python looks at a tensor's memory, or at random generators (None)."""
@@ -205,7 +229,6 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             self.fail("it takes functions, which cannot be recorded", "refused_operator", func)
             return func(*args, **kwargs)
-        self._refuse_hidden(func, args)
         facts = facts_of(func)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         odd = next(
@@ -228,6 +251,10 @@ class Recorder(TorchDispatchMode):
         if facts.mutates:
             written = written_by(func, args, kwargs)
             entry.writes = tuple(self._slot(one) for one in tensors_in(tuple(written)))
+            self._has_written = self._has_written or any(
+                self.recording.storages[self.recording.slots[slot].storage].creator < 0
+                for slot in entry.writes
+            )
         if facts.takes_dtype and kwargs.get("dtype") is None and not tensors:
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
@@ -280,25 +307,6 @@ class Recorder(TorchDispatchMode):
             entry.kind = "view"
         return result
 
-    def _refuse_hidden(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Refuses what PyTorch computes in another way where a dispatch mode looks on.
-
-        Raises:
-            CaptureError: at once, since going on would give other bits than eager PyTorch.
-        """
-        if (
-            looks_for_zeros(func)
-            or selects_masked(func)
-            or is_spread(func, args)
-            or func in _SPECTRA
-        ):
-            source = str(self._frames.here()[1])
-            raise CaptureError(
-                f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as here, than "
-                "in eager PyTorch; leave python= out, and see what the step is refused for then",
-                code="hidden_branch", operator=str(func), source=source,
-            )  # fmt: skip
-
     # -- tensors
 
     def _encoded(self, value: Any) -> Any:
@@ -342,6 +350,22 @@ class Recorder(TorchDispatchMode):
         self._ids[id(tensor)] = slot
         self._weak.append(weakref.ref(tensor))
         return slot
+
+
+def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureError | None:
+    """Why an operator cannot run where a dispatch mode looks on: PyTorch computes it by other
+    kernels there, with other bits.
+    """
+    if not (
+        looks_for_zeros(func) or selects_masked(func) or is_spread(func, args) or func in _SPECTRA
+    ):
+        return None
+    source = str(frames.here()[1])
+    return CaptureError(
+        f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as beside a plan, than in "
+        'eager PyTorch; pass python="idle" to roam.compile, and see what the step is refused for then',
+        code="hidden_branch", operator=str(func), source=source,
+    )  # fmt: skip
 
 
 def is_passed(func: Any) -> bool:

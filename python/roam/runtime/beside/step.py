@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Final
@@ -39,6 +41,8 @@ PYTHONS_OWN = frozenset((
     "trainer_log",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
+_HOST_S = 20e-6
+"""What an operator takes beside its kernel."""
 _MOST_RECORDED = 8
 """After so many recordings in a row, with no call by plan between them, no more are made."""
 
@@ -116,10 +120,16 @@ class Beside:
         name: the name of its graphs.
         options: how plans are made.
         on_change: as for `roam.compile`.
+        refusal: why a plan alone cannot repeat the function; None if it is not known.
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, options: Options, on_change: str
+        self,
+        function: Callable[..., Any],
+        name: str,
+        options: Options,
+        on_change: str,
+        refusal: CaptureError | None = None,
     ) -> None:
         if not is_possible():
             raise ExecutionError(
@@ -127,10 +137,10 @@ class Beside:
                 code="beside",
             )
         self._function, self._name, self._options = function, name, options
-        self._on_change = on_change
+        self._on_change, self._why = on_change, refusal
         self._calls: dict[Hashable, _Calls] = {}
         self._is_told = False
-        self._refusal: CaptureError | None = None
+        self._refusal: Exception | None = None
         self._torn: list[tuple[Any, int]] = []
         self.last: Planned | None = None
 
@@ -219,15 +229,36 @@ class Beside:
             )
         frames = Frames({}, {})
         frames.root = sys._getframe().f_code
-        recorder = Recorder(frames)
-        with _generators_watched(recorder), looking(recorder), recorder:
-            result = self._function(*args, **kwargs)
+        # A step that has plans runs as it is in a call that can have none.
+        recorder = Recorder(frames, stops=not self.plans)
+        drawn = torch.default_generator.get_state()
+        try:
+            with _generators_watched(recorder), looking(recorder), recorder:
+                result = self._function(*args, **kwargs)
+        except Exception:
+            if recorder.stopped is None:
+                raise
+        if recorder.stopped is not None:  # also where the step's own code has caught it
+            torch.default_generator.set_state(drawn)
+            raise self._refused(recorder.stopped) from None
         recording = recorder.end()
         if recording.failed is None:
             self._learn(recording, calls)
+        elif not self.plans:
+            self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
-            self._refusal = recording.failed  # of later calls: this one has run
+            calls.in_vain += 1
+            calls.records = calls.in_vain < _MOST_RECORDED
+            replans.info("%s runs as it is in a call: %s", self._name, recording.failed)
         return result
+
+    def _refused(self, failed: CaptureError) -> CaptureError:
+        """What says why the step can run neither by a plan alone nor beside one."""
+        if self._why is None:
+            return failed
+        refusal = copy(self._why)
+        refusal.args = (f"{refusal}. Nor can its Python run beside a plan: {failed}",)
+        return refusal
 
     def _learn(self, recording: Recording, calls: _Calls) -> None:
         calls.in_vain += 1
@@ -289,6 +320,15 @@ class Beside:
         slot_of = {slot: outside.slot for outside, slot in choice.program.referenced}
         inputs = [slot_of[slot] for slot in executor.bindings.input_slots()]
         devices = frozenset(meta.device.type for meta in program.slots if meta is not None)
+        count = sum(entry.kind != "settle" for entry in script.entries)
+        why = "" if self._why is None else str(self._why).partition(";")[0]
+        why = why and f", since a plan alone cannot repeat it: {why}"
+        logger.log(
+            logging.INFO if self.plans or self._why is None else logging.WARNING,
+            "%s: %s. Its own Python runs beside the plan at each call, which takes about %.1f ms for %d operators "
+            "(docs/explanation/beside.md)%s",
+            self._name, choice, count * _HOST_S * 1e3, count, why,
+        )  # fmt: skip
         logger.info("%s: %s", self._name, choice)
         return Planned(script, choice, executor, memory, inputs, devices, pool)
 
