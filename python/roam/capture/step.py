@@ -5,12 +5,9 @@ they were.
 from __future__ import annotations
 
 import io
-import operator
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
 from typing import Any, Final, Literal
 from weakref import WeakSet
 
@@ -29,13 +26,11 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
-from roam.capture.tracing.growing_lists import ListWatch
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import trace
-from roam.capture.tracing.unnoticed_reads import may_miss_numbers
-from roam.capture.tracing.unread_values import StandIns, unread
+from roam.capture.tracing.unnoticed_reads import may_miss
 from roam.distributed.agreement import note_rank
 from roam.errors import MOST_SETTLING, CaptureError
 from roam.garbage import collections_wait
@@ -544,7 +539,7 @@ def _captured(
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole
         integers = live_integers(taken, args, kwargs, varied)
-    if integers and any(map(may_miss_numbers, reach.code)):
+    if integers and any(map(may_miss, reach.code)):
         integers = ()
     reliance, results = Reliance(), Results(reach.caches)
     try:
@@ -585,10 +580,6 @@ def _captured(
         kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
-        has_live = bool(floats or integers)
-        unread_places = tracer.unread(programs, live_arguments=has_live)
-        if reach.growing:
-            tracer.check_growing(live_arguments=has_live)
         if without := _freed_before(programs[0]) - lacking:
             lacking |= without
             raise ReadMore
@@ -635,9 +626,9 @@ def _captured(
         if isinstance(reference, ArgumentReference)
     }
     live = [*floats, *integers]
-    arguments = ArgGuard(args, kwargs, guards, live, received, taker, unread_places)
-    kinds = {type(taken.leaves[place]) for place in (*unread_places, *integers)}
-    known.taker = replace(known.taker, unread=known.taker.unread | kinds)
+    arguments = ArgGuard(args, kwargs, guards, live, received, taker)
+    if integers:
+        known.taker = replace(known.taker, live=frozenset({int}))
     settings = [] if settles is None else _lasting_settings(settles, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
@@ -894,12 +885,8 @@ class _Tracer:
     """Gets the paths at which the step found None or a number, and left tensors."""
     lacking: Collection[str] = ()
     """The paths of the gradients that are not there if an earlier plan has freed them."""
-    stand_ins: StandIns | None = None
-    """What the step gets in place of plain arguments."""
     integers: Collection[int] = ()
     """The places of the integers among the flattened arguments that are live where floats are."""
-    copies_lists: bool = False
-    """Whether it gets copies of lists that grow, instead of stand-ins."""
     sized: SizedKernels | None = None
     """What makes fakes whose sizes follow from symbols."""
 
@@ -959,9 +946,7 @@ class _Tracer:
             reliance=self.reliance,
             answers=self.answers,
             regions=self.known.regions,
-            stand_ins=self.stand_ins,
             layouts=self.known.layouts,
-            copies_lists=self.copies_lists,
             integers=self.integers,
             lacking=self.lacking,
             sized=self.sized,
@@ -1085,32 +1070,11 @@ class _Tracer:
         Raises:
             _Grows: it may.
         """
-        if read := fake_state.growing.read(is_over=is_over):
+        read = fake_state.growing.read(is_over=is_over)
+        if self.known.regions.used().calls:  # Dynamo would look at what is in the lists' places
+            read = {growing.path for growing in self.reach.growing}
+        if read:
             self.known.read(read)
-            raise _Grows
-
-    def check_growing(self, *, live_arguments: bool) -> None:
-        """Traces the step with copies in the place of the lists that grow, and once more without,
-        and sees whether it does the same.
-
-        Raises:
-            _Grows: it may not.
-        """
-        is_sure = False
-        # Dynamo would look at what is in the lists' places.
-        if sys.gettrace() is None and not self.known.regions.used().calls:
-            plain = replace(self, copies_lists=True)
-            with ListWatch().on() as expected:
-                (one,) = plain.programs(live_arguments=live_arguments, only_first=True)
-            with ListWatch().on() as seen:
-                (other,) = self.programs(live_arguments=live_arguments, only_first=True)
-            is_sure = (
-                not seen.is_blind
-                and seen.raised == expected.raised
-                and difference(one, other) is None
-            )
-        if not is_sure:
-            self.known.read({growing.path for growing in self.reach.growing})
             raise _Grows
 
     def _lasting(
@@ -1144,44 +1108,6 @@ class _Tracer:
             return None
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
-
-    def unread(self, programs: list[Program], *, live_arguments: bool) -> Collection[int]:
-        """The places of those plain values, among the flattened arguments, that are not the same in
-        all calls and that the step does not read.
-
-        Args:
-            programs: of the step, as traced without stand-ins. They get to know which of these
-                values the step returns.
-            live_arguments: as these were traced.
-        """
-        taker = self.known.taker
-        values = {
-            place: value
-            for place, path, value in taker.take(self.args, self.kwargs).plain(
-                self.args, self.kwargs
-            )
-            if path in taker.varied or self.known.is_captured_once
-            if place not in self.integers
-        }
-        if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
-            return ()
-        last: list[Program] = []
-
-        def traced(stand_ins: StandIns) -> list[Program]:
-            last[:] = replace(self, stand_ins=stand_ins).programs(live_arguments=live_arguments)
-            return list(last)
-
-        def agree(one: list[Program], other: list[Program]) -> bool:
-            return len(one) == len(other) and all(
-                map(operator.is_, map(difference, one, other), repeat(None))
-            )
-
-        places = unread(values, traced, agree)
-        if not places or not agree(programs, last):
-            return ()
-        for program, other in zip(programs, last, strict=True):
-            program.result.passed = other.result.passed
-        return places
 
 
 class _Unlike(CaptureError):

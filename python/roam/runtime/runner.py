@@ -481,8 +481,6 @@ class Runner:
                 for (place, effect), what in effects:
                     if effect.stage < AFTERWARDS:
                         effect.apply(ending, given[place], what)
-            for place, argument in program.result.passed:
-                result[place] = leaves[argument]
             self._read_late(result, 0)
             schedulers = 0
             for (place, effect), what in effects:

@@ -54,6 +54,7 @@ from roam.state.reach import Reach
 from roam.state.sizes import Symbols
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
+from roam.state.value_stand_ins import is_left_by_tokenizer
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -657,7 +658,6 @@ class ArgGuard:
         received: places of the tensors that are the call's own, with their gradients, and in no
             other place of the step's.
         taker: takes the arguments apart.
-        unread: places of plain values that the step does not read; only their class counts.
     """
 
     def __init__(
@@ -668,7 +668,6 @@ class ArgGuard:
         live: Collection[int] = (),
         received: Collection[int] = (),
         taker: Taker | None = None,
-        unread: Collection[int] = (),
     ) -> None:
         self._guards = guards
         self.taker = Taker() if taker is None else taker
@@ -679,7 +678,7 @@ class ArgGuard:
             (
                 path,
                 _OfClass(type(value))
-                if index in live or index in unread
+                if index in live or is_left_by_tokenizer(value)
                 else _leaf(value, index in received),
             )
             for index, (path, value) in enumerate(
@@ -867,7 +866,8 @@ class ArgGuard:
             for tensor, owner in zip(tensors, owners, strict=True)
             if self._guards and owner >= 0
         ]
-        return pattern(storages), owners, same_tensors, held
+        encodings = pattern([id(leaf) for leaf in leaves if is_left_by_tokenizer(leaf)])
+        return pattern(storages), owners, same_tensors, held, encodings
 
 
 def _keys_in(spec: Any) -> tuple[Any, ...]:

@@ -383,10 +383,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(Ref(slot))
         elif (size := recorded_number(leaf)) is not None:
             references.append(size)
-        elif (handed := fake_state.stand_ins.stood_for(leaf)) is not None:
-            place, value = handed
-            made.passed.append((len(references), place))
-            references.append(value)
         elif is_plain(leaf) or isinstance(leaf, type):
             references.append(leaf)
         else:

@@ -182,9 +182,9 @@ def trace(
             given = fake_state.taker.take(args, kwargs)
             containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
-            fake_state.growing.begin()
             try:
-                result = _run(step, args, kwargs)
+                with fake_state.growing.watched():
+                    result = _run(step, args, kwargs)
             except CaptureError as error:
                 fake_state.regions.check_failure()
                 recorder.messages.check(error)
