@@ -177,9 +177,6 @@ class Known:
         not_growing: paths of those that it has added to, and on which it may depend.
         read_whole: paths of the integers among the arguments of which the step needs the value
             itself.
-        from_plain: paths at which earlier calls found None or a number, and left tensors.
-        fresh: those of them at which later calls found it again, so that each such call makes the
-            tensors anew.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
@@ -204,8 +201,6 @@ class Known:
     growing: set[str] = field(default_factory=set)
     not_growing: set[str] = field(default_factory=set)
     read_whole: set[str] = field(default_factory=set)
-    from_plain: set[str] = field(default_factory=set)
-    fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
@@ -414,7 +409,7 @@ def capture_step(
         known.regions.start()
         answers = Answers() if answers is None else answers
         answers.passing = known.passing
-        reads, settles, from_plain, lacking = Reads(), None, set[str](), set[str]()
+        reads, settles, lacking = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
         # The lists that grow, and an error that what is in their places may have caused.
@@ -436,7 +431,6 @@ def capture_step(
                                 answers,
                                 reads,
                                 settles,
-                                from_plain,
                                 lacking,
                                 sized,
                             )
@@ -492,7 +486,6 @@ def capture_step(
             if blamed is not None:
                 known.not_growing -= blamed[0]
                 known.growing |= blamed[0]
-            known.from_plain |= from_plain
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -508,7 +501,6 @@ def _captured(
     answers: Answers,
     reads: Reads,
     settles: _Settles | None,
-    from_plain: set[str],
     lacking: set[str],
     sized: SizedKernels | None,
 ) -> CapturedStep:
@@ -554,7 +546,6 @@ def _captured(
             settles is not None,
             reliance,
             answers,
-            from_plain,
             lacking,
             sized=sized,
         )
@@ -881,8 +872,6 @@ class _Tracer:
     """What its traces rely on without holding it."""
     answers: Answers
     """What they take for granted where the code goes on either way."""
-    from_plain: set[str]
-    """Gets the paths at which the step found None or a number, and left tensors."""
     lacking: Collection[str] = ()
     """The paths of the gradients that are not there if an earlier plan has freed them."""
     integers: Collection[int] = ()
@@ -939,7 +928,6 @@ class _Tracer:
             self.args,
             self.kwargs,
             self.known.numbers,
-            self.known.fresh,
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             remembered=self.known.kernels,
@@ -1012,12 +1000,6 @@ class _Tracer:
                     if grown := inside.grown() - self.known.not_growing:
                         self.known.growing |= grown
                         raise _Grows
-                    if from_plain := inside.made_from_plain() - self.known.fresh:
-                        if from_plain <= self.known.from_plain:
-                            self.known.fresh |= from_plain
-                            self.known.renewed |= from_plain  # of those that are lists
-                            raise _Renews
-                        self.from_plain.update(from_plain)
                     if settings is not None:
                         raise _Settles(settings, programs[0], _refusal(moved, []))
                     renewed = inside.renewed() - self.known.renewed

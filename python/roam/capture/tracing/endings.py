@@ -785,20 +785,6 @@ def _attribute_endings(
             raise ReadMore
         program.effects.append(Overwrite(reference))
         _leave_nest(program, reference, skeleton, entries)
-    for reference, old in fake_state.fresh:
-        value = reference.get()
-        if value is old:
-            continue
-        skeleton, entries = _nest(recorder, reference, value, shared)
-        if skeleton is MISSING:
-            error = CaptureError(
-                f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from {old} to "
-                f"{show(value)}; {OUTSIDE}",
-                code="moved",
-            )
-            error.settles = MOST_SETTLING
-            raise error
-        _leave_nest(program, reference, skeleton, entries)
 
 
 def _leave_nest(

@@ -46,7 +46,6 @@ from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
-    AttributeReference,
     OptimizerReference,
     PlaceReference,
     RateReference,
@@ -57,7 +56,7 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made, is_none_or_number
+from roam.state.snapshot import Made
 from roam.state.spaces import Space
 from roam.state.value_stand_ins import is_left_by_tokenizer, stand_in_for
 from roam.state.wrappers import checked_form, inner, is_faked, is_wrapper, parts_of, with_parts
@@ -99,7 +98,6 @@ class FakeState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         changing: set[str] | None = None,
-        fresh: Collection[str] = (),
         *,
         taker: Taker | None = None,
         asks_kernels: bool = False,
@@ -118,7 +116,6 @@ class FakeState:
             reach, args, kwargs: what the step can get at, and its arguments.
             changing: paths of Python numbers that the step keeps and changes, which are live; more
                 may come.
-            fresh: paths at which the step makes tensors if it finds None.
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, if the
                 step is of real tensors.
@@ -184,15 +181,6 @@ class FakeState:
         """References to the numbers that the step keeps and changes outside of optimizers' state;
         some may hold none yet.
         """
-        self.fresh = [
-            (AttributeReference(place.space, key, place.space.label(key)), value)
-            for place in (reach.places if fresh else ())
-            if place.guarded
-            for key, value in place.space.items()
-            if is_none_or_number(value) and place.space.label(key) in fresh
-        ]
-        """References to the None and the numbers in whose place the step puts tensors, with these
-        values. Calls find them there again, or another plan is for them."""
         self._check()
         tensors = [leaf for leaf in self.leaves if issubclass(type(leaf), torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]

@@ -212,8 +212,6 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
-        for fresh, value in fake_state.fresh:
-            fresh.set(value)
         reductions.taken_back()
         if has_parts:
             forget_layouts()
