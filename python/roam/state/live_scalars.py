@@ -80,12 +80,12 @@ class LiveNode:
     def maybe_as_float(self) -> None:
         return None
 
-    def _value(self, *_: object, in_cpp: bool = False) -> Any:
+    def _value(self, *_: object) -> Any:
         """The number itself, if it depends only on constants in the step's code and on numbers for
         whose values a plan may hold. Otherwise the step is refused.
         """
         known = self.trace.fixed_value(self.slot)
-        return self._reached_python(in_cpp=in_cpp) if known is None else known
+        return self._reached_python() if known is None else known
 
     def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
         """Answers a comparison if guards can check the answer at each call; otherwise the step is
@@ -109,29 +109,28 @@ class LiveNode:
             code="value_reached_python",
         )
 
-    def _reached_python(self, *_: object, in_cpp: bool = False) -> NoReturn:
-        is_integer = self.is_integer_value
-        self.trace.refuse_asked(self.slot, self.origin, is_integer=is_integer, in_cpp=in_cpp)
+    def _reached_python(self, *_: object) -> NoReturn:
+        self.trace.refuse_asked(self.slot, self.origin)
 
     def wrap_int(self, number: int) -> FixedNode:
         """Code in C++ is about to calculate with the number."""
-        self._value(in_cpp=True)
+        self._value()
         return FixedNode(number)
 
     def _given(self, *_: object) -> Any:
         """Code in C++ takes the number for an argument of an operator that is no live number."""
         handed = self.trace.handed_on(self.number())
-        return self._value(in_cpp=True) if handed is None else handed
+        return self._value() if handed is None else handed
 
     def number(self) -> Any:
         """The live number that has this node."""
         return (LiveInt if self.is_integer_value else LiveFloat)(self)
 
     guard_int = guard_float = _given
-    int_ = functools.partialmethod(_value, in_cpp=True)
+    int_ = _value
     guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = (
         statically_known_true
-    ) = wrap_float = wrap_bool = functools.partialmethod(_reached_python, in_cpp=True)
+    ) = wrap_float = wrap_bool = _reached_python
 
     def str(self) -> Any:
         """A profiler shows what it has seen when it ends; nobody else has such a number by then."""
@@ -169,7 +168,7 @@ class FixedNode:
     def has_hint(self) -> bool:
         return True
 
-    def _value(self, *_: object, in_cpp: bool = False) -> Any:
+    def _value(self, *_: object) -> Any:
         return self.value
 
     def wrap_int(self, number: int) -> FixedNode:
@@ -189,7 +188,7 @@ def _calculated(function: Callable[..., Any]) -> Callable[..., FixedNode]:
     """A method by which code in C++ calculates with a number for whose value a plan may hold."""
 
     def method(self: Any, *others: Any) -> FixedNode:
-        return FixedNode(function(*(one._value(in_cpp=True) for one in (self, *others))))
+        return FixedNode(function(*(one._value() for one in (self, *others))))
 
     return method
 

@@ -170,17 +170,6 @@ def _path(frame: FrameType) -> list[ast.AST]:
     return max(there, key=len, default=[])
 
 
-def expression_at(frame: FrameType) -> ast.AST | None:
-    """The innermost expression that a frame calculates now; None if the source does not tell."""
-    place, found = place_of(frame), None
-    if place is None:
-        return None
-    for node in ast.walk(tree_of(frame.f_code.co_filename)):
-        if isinstance(node, ast.expr) and extent_of(node) == place:
-            found = node
-    return found
-
-
 @functools.lru_cache(maxsize=64)
 def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
     """Per line of a file the expressions that span it inside of assertions, conditions, loops and
