@@ -21,7 +21,7 @@ def batches(names: str = "abcdefgh") -> list[Any]:
         {
             "x": torch.full((6,), ord(name) / 100),
             "names": [f"{name}{row}.png" for row in range(3)],
-            "info": {"key": name.encode()},
+            "info": {"key": name.encode(), "rate": ord(name) / 200},
         }
         for name in names
     ]
@@ -55,7 +55,10 @@ USES: dict[str, Factor] = {
     "unread": lambda batch, net: 1,
     "read": lambda batch, net: len(batch["names"][0]) + int(batch["names"][0] > "d0"),
     "key": lambda batch, net: len(batch["info"]["key"].decode()),
-    "returned": lambda batch, net: batch["names"],
+    "rate of dropout": lambda batch, net: torch.nn.functional.dropout(
+        batch["x"], batch["info"]["rate"]
+    ),
+    "returned": lambda batch, net: batch["names"][0],
     "kept": keeps,
 }
 

@@ -14,7 +14,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, Final, NoReturn
 
 import torch
@@ -22,7 +21,6 @@ import torch
 from roam.state.equality import is_numpy_float
 from roam.state.sizes import calculated, is_size
 from roam.state.trace_context import TraceContext
-from roam.torch_compat.private import VF
 
 aten = torch.ops.aten
 
@@ -225,15 +223,6 @@ _FLOATS_OF_NUMPY = {
 _FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
 """Functions in C++ that take the factor of a moving average as a plain float, and its place among
 their arguments. They only hand it on.
-"""
-
-_DRAWS: tuple[tuple[Any, str], ...] = (
-    *((torch.Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_")),
-    *((torch.Tensor, name) for name in ("log_normal_", "cauchy_", "geometric_", "bernoulli")),
-    *((torch, name) for name in ("normal", "bernoulli")),
-)
-"""What draws random numbers, in C++, by plain floats. Their gradient is zero, so autograd keeps
-none of these.
 """
 
 _QUESTIONS: dict[str, Callable[[Any], bool]] = {
@@ -494,33 +483,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     plain_new_tensor = torch.Tensor.new_tensor
 
-    def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-
-                def plain(value: Any) -> Any:
-                    if not is_live(value):
-                        return value
-                    return stack.enter_context(trace.carried(trace.scalar_call(float, (value,))))
-
-                return function(
-                    *map(plain, args), **{name: plain(value) for name, value in kwargs.items()}
-                )
-
-        return call
-
-    def dropping(function: Callable[..., Any], is_in_place: bool) -> Callable[..., Any]:
-        def call(input: Any, p: Any, train: Any) -> Any:
-            if is_live(p) and (p == 0 or p == 1 or not train or not input.numel()):
-                p = float(p == 1)
-            if not is_live(p) or input.device.type != "cpu":
-                return function(input, p, train)
-            noise = aten.empty_like.default(input).bernoulli_(1 - p)
-            aten.div_.Scalar(noise, 1 - p)
-            return input.mul_(noise) if is_in_place else input.mul(noise)
-
-        return call
-
     def of_share(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(input: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
             # Plain ones too, so that a trace with them records the same check of the range.
@@ -580,11 +542,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
     for name in ("tensor", "as_tensor"):
         yield torch, name, to_tensor(getattr(torch, name))
     yield torch.Tensor, "new_tensor", new_tensor
-    for drawn_by, name in _DRAWS:
-        yield drawn_by, name, drawing(getattr(drawn_by, name))
-    for name in ("dropout", "dropout_"):
-        for holder in (torch, VF):
-            yield holder, name, dropping(getattr(torch, name), name == "dropout_")
     for name in ("quantile", "nanquantile"):
         yield torch, name, of_share(getattr(torch, name))
         yield torch.Tensor, name, of_share(getattr(torch.Tensor, name))

@@ -119,7 +119,7 @@ def class_for(
     )
 
 
-_VALUES: Final[tuple[type, ...]] = (str, bytes, int)
+_VALUES: Final[tuple[type, ...]] = (str, bytes, int, float)
 _OF_TOKENIZERS: Final = "Encoding"
 """What a fast tokenizer of transformers leaves in a `BatchEncoding` for each text. No two batches
 have the same, and hardly any step looks at them.
