@@ -135,7 +135,7 @@ def _made(node: ast.expr) -> list[tuple[ast.expr, str]] | None:
 
 def _literal(node: ast.expr) -> str:
     is_text = isinstance(node, ast.Constant) and type(node.value) is str
-    return node.value if is_text else ""  # type: ignore[attr-defined, no-any-return]
+    return node.value if is_text else ""  # type: ignore[attr-defined]
 
 
 def _is_plain(part: ast.AST) -> bool:

@@ -5,7 +5,6 @@ asks for more, which is noted.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -27,24 +26,6 @@ _OWN: Final = frozenset(
 """Special methods that a stand-in has for itself."""
 _ASKED_BY_NUMPY: Final = "__array_struct__"
 """What NumPy looks for in an object that it makes an array of."""
-_REFLECTED: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    f"__r{name}__": getattr(operator, f"__{name}__")
-    for name in (
-        "add",
-        "and",
-        "floordiv",
-        "lshift",
-        "matmul",
-        "mod",
-        "mul",
-        "or",
-        "pow",
-        "rshift",
-        "sub",
-        "truediv",
-        "xor",
-    )
-}
 
 
 class StandIn:
@@ -88,13 +69,6 @@ def _special(name: str) -> Callable[..., Any]:
     return method
 
 
-def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        return operation(other, read(self))
-
-    return method
-
-
 def class_for(
     kind: type, base: type[StandIn] = StandIn, own: Collection[str] = ()
 ) -> type[StandIn]:
@@ -105,8 +79,7 @@ def class_for(
         base: what it is derived from.
         own: further special methods that `base` has for itself.
     """
-    methods = {name: _reflected(operation) for name, operation in _REFLECTED.items()}
-    methods |= {
+    methods = {
         name: _special(name)
         for name in dir(kind)
         if name.startswith("__")
@@ -148,7 +121,8 @@ def class_stood_for(kind: type) -> type:
 
 def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
     """A new stand-in for a value; it calls `note` whenever it is read."""
-    made: Any = object.__new__(_class_for(type(value)))
+    kind: Any = type(value)
+    made: Any = object.__new__(_class_for(kind))
     object.__setattr__(made, "_roam_real", value)
     object.__setattr__(made, "_roam_note", note)
     return made
