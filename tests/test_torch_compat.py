@@ -563,26 +563,6 @@ def _flat_weights() -> bool:
     )
 
 
-def _names_a_node() -> bool:
-    x = torch.ones(2, requires_grad=True)
-    name = private.name_of_node((x * 2).mean().grad_fn)
-    return f"grad_fn=<{name}>" in repr((x * 2).mean())
-
-
-def _prints_by_options() -> bool:
-    before = private.print_options()
-    with torch._tensor_str.printoptions(precision=2):
-        return private.print_options() != before
-
-
-def _shows_a_tensor() -> bool:
-    x = torch.ones(13, dtype=torch.float64, requires_grad=True)
-    made = [x, x * 1e9, x[:1].sum(), x.expand(3, 13) * 2]
-    suffixes = ["requires_grad=True", *(f"grad_fn=<{type(y.grad_fn).__name__}>" for y in made[1:])]
-    shown = map(private.tensor_text, [y.detach() for y in made], suffixes)
-    return list(shown) == list(map(repr, made)) and private.tensor_text(x, "") == repr(x)
-
-
 def _steps() -> bool:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -1654,7 +1634,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "left_by_dynamo": _left,
     "mark_parameter": _marks,
     "may_compile": _limits,
-    "name_of_node": _names_a_node,
     "neg_view": _negates,
     "next_sequence_number": _numbered,
     "node_class": _node_class,
@@ -1727,8 +1706,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "subclass_of": _fakes,
     "without_data": _has_no_memory,
-    "print_options": _prints_by_options,
-    "tensor_text": _shows_a_tensor,
     "tensor_uses": _holds,
     "suggest_memory_format": lambda: (
         private.suggest_memory_format(torch.ones(2)) is torch.contiguous_format

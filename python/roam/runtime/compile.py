@@ -404,6 +404,7 @@ class Step:
                     code="no_plan_fits",
                 )
             self._known.taker = self._known.taker.learning(call.args, call.kwargs)
+            self._check_worth(found)
             capture = self._capture_seen(call, found, known, likely)
             if capture is None:
                 return None
@@ -415,6 +416,19 @@ class Step:
             apply(pending)  # as the user's function would now
             runner.failure(call, known)  # what has been set may be an input
         return runner
+
+    def _check_worth(self, misfit: Misfit) -> None:
+        """Refuses a plan that only one value among the arguments asks for, as others did before it,
+        if the step can run beside a plan for all of them.
+        """
+        if misfit.place in self._known.taker.varied and self._captures.has_made(misfit.place):
+            refusal = CaptureError(
+                f"{misfit}, as in earlier calls, and each value has a plan of its own; if the step only shows or counts such "
+                "values, leave them out of its arguments",
+                code="varied_argument",
+            )
+            if self.may_run_beside(refusal):
+                raise refusal
 
     def _capture_seen(
         self,
@@ -1027,7 +1041,6 @@ class Step:
                 choice,
                 options if place == 0 else replace(options, cuda_graph=False),  # it runs once
                 taker=step.arguments.taker,
-                is_state=step.guards.holds,
                 guards=guards,
                 sizes=step.arguments.sizes,
             )

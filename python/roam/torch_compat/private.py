@@ -1512,27 +1512,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_of_dynamo(type(module).__module__) or module._compiled_call_impl is not None
 
 
-# -- texts of tensors
-
-
-def name_of_node(node: Any) -> str:
-    """The name by which the text of a tensor shows one of autograd's nodes."""
-    name = type(node).__name__
-    return node.name().rsplit("::", 1)[-1] if name == "CppFunction" else name
-
-
-def print_options() -> tuple[Any, ...]:
-    """All on which the text of a tensor depends, beside the tensor."""
-    options = vars(torch._tensor_str.PRINT_OPTS).items()
-    return (*options, torch.get_default_dtype(), torch.get_default_device())
-
-
-def tensor_text(tensor: torch.Tensor, suffix: str) -> str:
-    """The text of a tensor that has no gradient, with what that of another one says of its own."""
-    text = repr(tensor)
-    return torch._tensor_str._add_suffixes(text[:-1], [suffix], 7, False) if suffix else text
-
-
 # -- what patches replace
 
 C: Any = torch._C
@@ -1682,7 +1661,6 @@ __all__ = [
     "matmul_precision",
     "may_compile",
     "mesh_class",
-    "name_of_node",
     "neg_view",
     "next_sequence_number",
     "node_class",
@@ -1690,7 +1668,6 @@ __all__ = [
     "packet_of",
     "parameters_of",
     "prepares_after",
-    "print_options",
     "private_use_type",
     "protect_pointer",
     "put_in_place",
@@ -1742,7 +1719,6 @@ __all__ = [
     "suggest_memory_format",
     "swap_memory",
     "take_from_place",
-    "tensor_text",
     "tensor_uses",
     "to_device",
     "tracing_context",
