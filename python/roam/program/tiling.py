@@ -157,7 +157,7 @@ def tiled(
         program: the original program.
         gone: some of its `candidates`; those that cannot be cut stay.
         part_bytes: about as much of the largest of them exists at once.
-        refused: (slot, cut, length) of results that have other bits if they are cut so.
+        refused: (slot, cut, length) of what has other bits if it is cut so.
     """
     left = set(gone)
     while left:
@@ -266,9 +266,10 @@ class _Tiling:
             try:
                 builder = Builder(self, _size(meta, cut), index)
                 member.made(builder)
-                cost = builder.is_coarse, builder.cost, -builder.size
-                if builder.length([(slot, cut)]) is None:
+                length = builder.length([(slot, cut)])
+                if length is None:
                     raise Uncut
+                cost = builder.is_coarse(length), builder.cost, -builder.size
             except Uncut as error:
                 self._restore(kept)
                 if blame is None or blame.storage < 0:
@@ -639,10 +640,11 @@ class Builder:
         """Slots of the inputs, in order."""
         return [slot for slot, _ in self._inputs]
 
-    @property
-    def is_coarse(self) -> bool:
-        """Whether the axis is too short for tiles as small as wanted."""
-        return self.widest_bytes > self.tiling.part_bytes
+    def is_coarse(self, length: int) -> bool:
+        """Whether tiles are far larger than wanted: the axis is too short, or smaller ones are
+        refused.
+        """
+        return self.widest_bytes * length > 1.5 * self.tiling.part_bytes
 
     def length(self, made: Collection[tuple[int, Cut]]) -> int | None:
         """How much of the axis a tile has: the least at which nothing is known to get other bits;
@@ -657,7 +659,7 @@ class Builder:
             (
                 length
                 for length in lengths_of(self.size, max(1, min(self.size, math.ceil(most))))
-                if not any((slot, cut, length) in refused for slot, cut in made)
+                if not any((*part, length) in refused for part in (*made, *self.made_parts))
             ),
             None,
         )
