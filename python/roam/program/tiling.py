@@ -23,6 +23,7 @@ from roam.program.lower import flops_of
 from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
 from roam.program.tiles import (
+    OVER,
     PICKED,
     TILES,
     Body,
@@ -381,8 +382,13 @@ class _Tiling:
             grad, output = (ref.slot for ref in call.args[:2])
             meta = self._rows_of(grad, call.args[2], self.slots[output])
             is_log = call.target is aten._log_softmax_backward_data.default
+            maker = self.program.calls[self.makers[grad]] if grad in self.makers else None
 
             def make(builder: Builder, cut: Cut) -> int:
+                if maker is not None and maker.target is aten.nll_loss_backward.default and is_log:
+                    # One element of a row is not zero, so any order gives the sum.
+                    part = Ref(builder.part(grad, cut))
+                    return builder.emit(aten.sum.dim_IntList, (part, [-1], True))
                 parts = [
                     Ref(builder.part(slot, cut)) for slot in ((grad,) if is_log else (grad, output))
                 ]
@@ -536,6 +542,9 @@ class Builder:
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
         self._metas: list[tuple[tuple[int, ...], int]] = []
+        self._roots: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        """Values in memory of their own."""
         self._count = 0
         self._reader = position
         self.widest_bytes = 0.0
@@ -569,6 +578,8 @@ class Builder:
 
     def made(self, slot: int, cut: Cut) -> int:
         """As `part`, by the call that makes the tensor, whether it exists whole or not."""
+        if (slot, cut) in self.made_parts:
+            return self.made_parts[slot, cut]
         index = self.tiling.makers.get(slot)
         meta = self.meta(slot)
         if index is None:
@@ -634,7 +645,15 @@ class Builder:
         made = tuple(range(self._count, self._count + count))
         self._count += count
         self._works.append(Work(target, args, kwargs or {}, made, count > 1))
+        if target in VIEWS or target is aten.reshape.default:
+            self._roots.update(dict.fromkeys(made, self._root(args[0].slot)))
+        elif target in FRESH or target in OVER:
+            self._fresh.update(made)
         return made
+
+    def _root(self, number: int) -> int:
+        """The value whose memory a value may lie in."""
+        return self._roots.get(number, number)
 
     def given(self) -> list[int]:
         """Slots of the inputs, in order."""
@@ -678,11 +697,20 @@ class Builder:
                 order[number] = len(order)
         # Works that nobody uses are left out.
         used = set(numbers)
+        kept = set(map(self._root, numbers))  # whose memory is read later
         works: list[Work] = []
         for work in reversed(self._works):
             if used.isdisjoint(work.makes):
                 continue
             refs = _refs((work.args, work.kwargs))
+            first = work.args[0] if work.args else None
+            over = None
+            if isinstance(first, Ref) and work.target in OVER:
+                root = self._root(first.slot)
+                others = {self._root(ref) for ref in refs if ref != first.slot}
+                if root in self._fresh and root not in kept | others:
+                    over = order[first.slot]
+            kept.update(map(self._root, refs))
             last = tuple(order[number] for number in dict.fromkeys(refs) if number not in used)
             used.update(refs)
             works.append(
@@ -692,6 +720,7 @@ class Builder:
                     kwargs=substitute(work.kwargs, lambda ref: Ref(order[ref.slot])),
                     makes=tuple(order[number] for number in work.makes if number is not None),
                     last=last,
+                    over=over,
                 )
             )
         made = []
@@ -752,6 +781,14 @@ VIEWS = frozenset(
         aten.detach.default, aten.alias.default, aten.split.Tensor,
     )
 )  # fmt: skip
+
+FRESH = frozenset(
+    (
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.nll_loss_backward.default,
+        aten._to_copy.default, aten.clone.default,
+    )
+)  # fmt: skip
+"""What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
 
 Rule = Callable[[Builder, Call, int, Cut], int]
 RULES: dict[Any, Rule] = {}
@@ -1012,7 +1049,8 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     less = Ref(builder.emit(aten.sub.Tensor, (Ref(number), most)))
     if call.target is aten._log_softmax.default:
         return builder.emit(aten.sub.Tensor, (less, rest))
-    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_exponential, (less,))), rest))
+    negative = Ref(builder.emit(aten.neg.default, (rest,)))
+    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_less_exponential, (less,))), negative))
 
 
 def _off_others(dim: int, cut: Cut) -> None:
@@ -1026,15 +1064,25 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
     grad, output, dim, dtype = call.args
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim %= len(out.shape)
-    parts = Ref(builder.part(grad.slot, cut)), Ref(builder.part(output.slot, cut))
+    last = Ref(builder.part(output.slot, cut))
     if not cut[0] <= dim <= cut[1]:
-        return builder.emit(call.target, (*parts, _dim(dim, cut), dtype))
+        first = Ref(builder.part(grad.slot, cut))
+        return builder.emit(call.target, (first, last, _dim(dim, cut), dtype))
     _off_others(dim, cut)
+    is_log = call.target is aten._log_softmax_backward_data.default
+    if is_log:  # before there is the gradient, so that both take the least
+        last = Ref(builder.emit(_less_exponential, (last,)))
+    first = Ref(builder.part(grad.slot, cut))
     builder.cost += 2 * math.prod(out.shape)  # the totals
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
     total = Ref(builder.whole(builder.tiling.total_of(index)))
-    is_log = call.target is aten._log_softmax_backward_data.default
-    return builder.emit(_less_share_of_log if is_log else _less_share, (*parts, total))
+    if is_log:  # the kernel rounds once
+        return builder.emit(aten.addcmul.default, (first, last, total))
+    return builder.emit(_less_share, (first, last, total))
+
+
+_PIECE_BYTES = 1 << 18
+"""Pieces of rows of about so many bytes are made of what takes memory for itself."""
 
 
 def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -1042,30 +1090,36 @@ def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.
     needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
     the row, which adds nothing to it, not even a sign of zero.
     """
-    wide = functional.pad(grad, (0, 1), value=-0.0)
-    if output is None:
-        found = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
-    else:
-        ones = functional.pad(output, (0, 1), value=1.0)
-        found = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
-    return found[..., -1:].neg()  # type: ignore[no-any-return]
+    found = grad.new_empty((*grad.shape[:-1], 1))
+    for rows in _pieces(grad):
+        wide = functional.pad(grad[rows], (0, 1), value=-0.0)
+        if output is None:
+            less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
+        else:
+            ones = functional.pad(output[rows], (0, 1), value=1.0)
+            less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
+        torch.neg(less[..., -1:], out=found[rows])
+    return found
 
 
-def _exponential(values: torch.Tensor) -> torch.Tensor:
-    """By the function of the softmax kernels, which is not that of `torch.exp`: the gradient of
-    a log-softmax takes it from rows of zeros whose sum is one.
+def _less_exponential(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The exponential's negative, by the function of the softmax kernels, which is not that of
+    `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
     """
-    wide = functional.pad(values, (0, 1))
-    one = torch.full_like(wide, -0.0)
-    one[..., -1] = 1
-    return aten._log_softmax_backward_data(one, wide, -1, values.dtype)[..., :-1].neg()  # type: ignore[no-any-return]
+    made = torch.empty_like(values) if out is None else out
+    for rows in _pieces(values):
+        wide = functional.pad(values[rows], (0, 1))
+        one = torch.full_like(wide, -0.0)
+        one[..., -1] = 1
+        less = aten._log_softmax_backward_data(one, wide, -1, values.dtype)
+        made[rows].copy_(less[..., :-1])
+    return made
 
 
-def _less_share_of_log(
-    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor
-) -> torch.Tensor:
-    """Some columns of the gradient of a log-softmax, whose kernel rounds once."""
-    return torch.addcmul(grad, _exponential(output), total, value=-1)
+def _pieces(tensor: torch.Tensor) -> list[slice]:
+    rows = tensor.shape[0]
+    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
+    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def _less_share(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -1146,3 +1200,6 @@ def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     builder.tiling.extents[call.args[2].slot] = (0, given.shape[dim])
     parts = Ref(builder.part(call.args[0].slot, cut)), Ref(builder.part(call.args[2].slot, cut))
     return builder.emit(call.target, (parts[0], _dim(dim, cut), parts[1]), call.kwargs)
+
+
+OVER[_less_exponential] = _less_exponential, "out"
