@@ -19,7 +19,7 @@ from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
 from roam.program.tiles import Cut, part_of
-from roam.program.tiling import VIEWS, Member, Tile, Tiled, tiled
+from roam.program.tiling import VIEWS, Member, Tile, Tiled, makers_of, tiled
 
 _KIND = "cuts"
 _ROUNDS = 2
@@ -109,7 +109,7 @@ def _key(found: Tiled, tile: Tile) -> object:
 
 def _needed(found: Tiled, member: Member) -> list[int]:
     """Calls of the original program that make something, in order, from what exists whole."""
-    source, makers = found.source, _makers(found.source)
+    source, makers = found.source, makers_of(found.source)
     needed: set[int] = set()
     waiting = [member.position]
     while waiting:
@@ -148,15 +148,6 @@ def _trial_bytes(found: Tiled) -> int:
     return most + read
 
 
-def _makers(program: Program) -> dict[int, int]:
-    return {
-        slot: index
-        for index, call in enumerate(program.calls)
-        for slot in call.outputs
-        if slot is not None
-    }
-
-
 class _DifferentError(Exception):
     """A part is not the whole's.
 
@@ -178,7 +169,7 @@ class _Trial:
         self.found, self.device, self.turn = found, device, turn
         self.values: dict[int, Any] = {}
         self.whole: dict[int, Any] = {}
-        self.makers = _makers(found.source)
+        self.makers = makers_of(found.source)
         self.generator = torch.Generator(device).manual_seed(turn)
         self._made: dict[object, list[Tensor]] = {}
 

@@ -131,6 +131,16 @@ def candidates(program: Program) -> dict[int, int]:
     return found
 
 
+def makers_of(program: Program) -> dict[int, int]:
+    """The call that makes each slot."""
+    return {
+        slot: index
+        for index, call in enumerate(program.calls)
+        for slot in call.outputs
+        if slot is not None
+    }
+
+
 def _is_pure(program: Program, call: Call) -> bool:
     return (
         is_ours(call.target)
@@ -161,6 +171,7 @@ def tiled(
         refused: (slot, cut, length) of what has other bits if it is cut so.
     """
     left = set(gone)
+    program = _with_early_counts(program)
     while left:
         try:
             return _Tiling(program, left, part_bytes, refused).result()
@@ -169,6 +180,92 @@ def tiled(
                 return None
             left.discard(error.storage)
     return None
+
+
+def _with_early_counts(program: Program) -> Program:
+    """The same with what the gradient of a classification loss needs beside the scores made before
+    their log-softmax: its tiles then make both the loss and the gradient, and the scores once.
+    """
+    for index in reversed(range(len(program.calls))):
+        if program.calls[index].target is aten.nll_loss_forward.default:
+            program = _with_early_count(program, index)
+    return program
+
+
+def _with_early_count(program: Program, index: int) -> Program:
+    loss = program.calls[index]
+    scores, target, weight, reduction, ignored = loss.args
+    count, meta = loss.outputs[1], program.slots[scores.slot]
+    makers = makers_of(program)
+    first = makers.get(scores.slot, -1)
+    if weight is not None or count is None or meta is None or len(meta.shape) != 2 or first < 0:
+        return program
+    calls = list(program.calls)
+    slots, storages = list(program.slots), list(program.storages)
+
+    def new(shape: tuple[int, ...]) -> int:
+        stride = tuple(1 for _ in shape)
+        slots.append(TensorMeta(shape, stride, 0, meta.dtype, meta.device, len(storages)))
+        storages.append(Storage(math.prod(shape) * meta.dtype.itemsize, 0, "count"))
+        return len(slots) - 1
+
+    kinds = {"dtype": meta.dtype, "device": meta.device}
+    picked, early = new((meta.shape[0], 1)), (new(()), new(()))
+    made = [
+        replace(loss, target=aten.zeros.default, args=([meta.shape[0], 1],), kwargs=kinds, outputs=(picked,),
+                returns_sequence=False),
+        replace(loss, target=PICKED, args=(ref_to(picked), target, meta.shape[1], reduction, ignored), kwargs={},
+                outputs=early),
+    ]  # fmt: skip
+    needed = [makers[target.slot]] if makers.get(target.slot, -1) > first else []
+    for place in range(index + 1, len(calls)):
+        call = calls[place]
+        if call.target is aten.ones_like.default:
+            like = program.slots[call.outputs[0]]  # type: ignore[index]
+            if like is not None and not like.shape:
+                kinds = {"dtype": like.dtype, "device": like.device}
+                calls[place] = replace(call, target=aten.ones.default, args=([],), kwargs=kinds)
+        if call.target is aten.nll_loss_backward.default and call.args[6].slot == count:
+            calls[place] = replace(call, args=(*call.args[:6], ref_to(early[1])))
+            needed.append(makers.get(call.args[0].slot, -1))
+    moved: set[int] = set()
+    written = program.written()
+    while needed:
+        place = needed.pop()
+        if place <= first or place in moved:
+            continue
+        refs = calls[place].refs()
+        if place == index or not _is_pure(program, calls[place]):
+            return program
+        if any(program.storage_of(slot) in written for slot in refs):
+            return program
+        moved.add(place)
+        needed += [makers.get(slot, -1) for slot in refs]
+    order = [*range(first), *sorted(moved)]
+    order += [place for place in range(first, len(calls)) if place not in moved]
+    new_of = {
+        place: at + len(made) * (place >= first and place not in moved)
+        for at, place in enumerate(order)
+    }
+    new_of[len(calls)] = len(calls) + len(made)
+    ordered = [calls[place] for place in order]
+    ordered[first + len(moved) : first + len(moved)] = made
+    creators = {
+        slots[slot].storage: at
+        for at, call in reversed(list(enumerate(ordered)))
+        for slot in call.outputs
+        if slot is not None and slots[slot] is not None
+    }
+    storages = [
+        storage
+        if storage.creator < 0
+        else replace(storage, creator=creators.get(number, storage.creator))
+        for number, storage in enumerate(storages)
+    ]
+    return replace(
+        program, calls=ordered, slots=slots, storages=storages,
+        effects=[effect.after(lambda position: new_of[position]) for effect in program.effects],
+    )  # fmt: skip
 
 
 class _Tiling:
@@ -185,12 +282,7 @@ class _Tiling:
         self.part_bytes = part_bytes
         self.slots = list(program.slots)
         self.storages = list(program.storages)
-        self.makers = {
-            slot: index
-            for index, call in enumerate(program.calls)
-            for slot in call.outputs
-            if slot is not None
-        }
+        self.makers = makers_of(program)
         self.members: list[Member] = []
         self.statistics: dict[int, tuple[int, int]] = {}
         """For a log-softmax that is cut along its own dimension, the slots of its rows' maxima and
@@ -427,6 +519,15 @@ class _Tiling:
             else:
                 builder = Builder(self, size, member.position)
                 groups.append((member.position, builder, [member]))
+        for last in reversed(groups[1:]):  # what joined a group may have brought what another needs
+            for position, builder, members in groups[: groups.index(last)]:
+                if builder.size == last[1].size and all(
+                    self._joins(builder, position, members, member) for member in last[2]
+                ):
+                    members += last[2]
+                    members.sort(key=lambda member: member.position)
+                    groups.remove(last)
+                    break
         added: dict[int, list[Tile]] = {}
         for position, builder, members in groups:
             numbers = [member.made(builder) for member in members]
