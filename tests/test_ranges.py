@@ -117,6 +117,12 @@ def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
     assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
 
 
+def test_a_table_of_positions_says_how_large_sizes_may_be() -> None:
+    step = run_both(lengths(30, 20, 40, 64))
+    assert step._known.traces == 3  # two of the first batch, one for all lengths
+    assert len(step._captures) == 2
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2
