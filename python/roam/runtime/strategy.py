@@ -660,6 +660,8 @@ class _Chooser:
         had.
         """
         room_bytes = available_bytes(self._variant.device, 0)
+        if room_bytes is None:
+            room_bytes = self.plain.eager_bytes
         seconds = [
             float(self._timed(one, room_bytes).graph(pool=False).times_ns.sum()) / 1e9
             for one in (self._lowered, lowering)
@@ -783,7 +785,7 @@ class _Chooser:
         bound_bytes = None if self._streams > 1 else plan.total_lower_bound_bytes
         return replace(best, totals=tuple(totals), bound_bytes=bound_bytes)
 
-    def _timed(self, lowering: Lowering, room_bytes: int | None) -> Lowering:
+    def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
         device = self._variant.device
         model = lowering.graph(pool=False).times_ns.tolist()
