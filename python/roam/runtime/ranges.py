@@ -27,9 +27,26 @@ from roam.program.ir import Program
 from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
-from roam.state.argument_sizes import OFFSET, SHIFT, ArgumentSizes, Change, is_within, parted
+from roam.state.argument_sizes import (
+    ELEMENTS,
+    OFFSET,
+    SHIFT,
+    ArgumentSizes,
+    Change,
+    is_within,
+    may_have_symbols,
+    parted,
+)
 from roam.state.references import ArgumentReference
-from roam.state.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
+from roam.state.sizes import (
+    Evaluator,
+    Expression,
+    Narrower,
+    OneLength,
+    Symbols,
+    expressions_in,
+    prime_from,
+)
 from roam.state.step_call import StepCall
 
 _RANGE = 8
@@ -37,6 +54,8 @@ _RANGE = 8
 _LEAST = (Symbols.LEAST, 4, 8, 32)
 """Sizes from which on plans hold for all larger ones. Parts of small sizes may be the whole, and
 attention is computed piece by piece from 32 queries on."""
+_CORNERS = 8
+"""At about how many of a plan's corners its kernels are looked up again."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
@@ -78,6 +97,7 @@ class Ranges:
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         largest = sizes.largest()
+        corners = [*sizes.corners[:: max(len(sizes.corners) // _CORNERS, 1)], sizes.corners[-1]]
         points = [
             tuple(map(min, point.values(), largest))
             for point in sizes.symbols.points
@@ -91,9 +111,7 @@ class Ranges:
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
-                hold(point)
-                for hold in alike
-                for point in dict.fromkeys([corner, *tried, *sizes.corners])
+                hold(point) for hold in alike for point in dict.fromkeys([corner, *tried, *corners])
             ):
                 sizes.least = least
                 return
@@ -157,7 +175,9 @@ class Ranges:
         leaves = call.taken(before.arguments.taker).leaves
         changes = dict[int, Change]()
         dims: dict[int, dict[int, _Seen]] = {}
-        for name, sizes in self._given.items():
+        bounds: dict[int, int] = {}
+        for name, given in self._given.items():
+            sizes = {dim: most for dim, most in given.items() if dim != ELEMENTS}
             places = before.arguments.places_named(name) or before.arguments.places_named(
                 f"args[{self._parameters.get(name)}]"
             )
@@ -169,15 +189,34 @@ class Ranges:
             for place in places:
                 shape = leaves[place].shape
                 changes |= before.arguments.sharing(place, leaves)
+                dims.setdefault(place, {})
+                if ELEMENTS in given:
+                    bounds[place] = given[ELEMENTS]
+                    if leaves[place].numel() > bounds[place]:
+                        raise CaptureError(
+                            f"sizes= says that {name!r} has up to {bounds[place]} elements, and its shape is {tuple(shape)}",
+                            code="argument",
+                        )
                 for dim, most in sizes.items():
                     if dim >= len(shape) or not Symbols.LEAST <= shape[dim] <= most:
                         raise CaptureError(
                             f"sizes= says that dimension {dim} of {name!r} has 2 to {most} elements, and its shape is {tuple(shape)}",
                             code="argument",
                         )
-                    dims.setdefault(place, {})[dim] = _Seen(None, most, shape[dim])
+                    dims[place][dim] = _Seen(None, most, shape[dim])
+        known = {
+            (dim, size.now): size for sizes_of in dims.values() for dim, size in sizes_of.items()
+        }
+        for place, leaf in enumerate(leaves):
+            # A mask and labels are as long as the text.
+            if place in dims or not isinstance(leaf, torch.Tensor) or not may_have_symbols(leaf):
+                continue
+            alike = {dim: known[dim, size] for dim, size in enumerate(leaf.shape) if (dim, size) in known}  # fmt: skip
+            if alike:
+                changes |= before.arguments.sharing(place, leaves)
+                dims[place] = alike
         try:
-            found = self._captured(capture, before, [before], changes, dims, call, is_given=True)
+            found = self._captured(capture, before, [before], changes, dims, call, bounds)
             if found.arguments.sizes is not None:
                 return found
             reason = "it goes another way if sizes may change"
@@ -194,12 +233,15 @@ class Ranges:
         changes: Mapping[int, Change],
         dims: Mapping[int, Mapping[int, _Seen]],
         call: StepCall,
-        *,
-        is_given: bool = False,
+        bounds: Mapping[int, int] | None = None,
     ) -> CapturedStep:
         """A capture for many sizes that is, at those of an ordinary capture, the same step; or the
         ordinary capture of this call.
+
+        Args:
+            bounds: the most elements of some arguments; None if the user has said no sizes.
         """
+        is_given = bounds is not None
         leaves = call.taken(before.arguments.taker).leaves
         of = _named(dims)
         values: dict[str, int] = {}
@@ -250,8 +292,9 @@ class Ranges:
                 step.arguments.sizes = sizes
                 if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
                     raise OneLength("it writes to an argument that is a part of another tensor")
-                if is_given:
-                    return self.enlarged(step, tuple(seen.values()))
+                if bounds is not None:
+                    sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
+                    return self.enlarged(step, sizes.corners[0])
                 before_now = tuple(earlier.values())
                 if sizes.admits(before_now):
                     sizes.corners = (sizes.anywhere(before_now),)
@@ -275,26 +318,34 @@ class Ranges:
         if not any(is_within(values, corner) for corner in known):
             new = values
             if not self._has_limit and not self._given:
-                # Pages of the CPU's memory that nobody touches are never taken.
-                room = 2.0 if variant.device.type == "cpu" else 1.25
-                new = self._with_room(sizes, new, room)
+                new = self._with_room(sizes, new, is_cpu=variant.device.type == "cpu")
+                sizes = replace(sizes, enlarged=sizes.enlarged + 1)
             known = (*(corner for corner in known if not is_within(corner, new)), new)
         step.arguments.sizes = sizes = replace(sizes, corners=known)
         of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
         return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
 
     def _with_room(
-        self, sizes: ArgumentSizes, values: tuple[int, ...], room: float
+        self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
     ) -> tuple[int, ...]:
-        """Sizes of so many times the elements, larger where these are the largest so far, and of no
-        other size by chance, so that what is equal there is equal everywhere.
+        """Larger sizes, where these are the largest so far, and of no other size by chance, so that
+        what is equal there is equal everywhere.
+
+        Pages of the CPU's memory that nobody touches are never taken. So there a size is doubled,
+        and the next time as good as all of the range has room. Sizes of one argument share its
+        elements, of which there are to be twice as many, and no more.
         """
         before = sizes.largest() or (0,) * len(values)
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]
         grown = list(map(operator.gt, values, before))
         grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
-        by = room ** (1 / max(sum(grown), 1))
-        wanted = [int(by * value) for value in values]
+        room = 2.0 if is_cpu else 1.25
+        wanted = []
+        for value, names in zip(values, sizes.beside(), strict=True):
+            shares = max(sum(grown[place] for place in names), 1)
+            is_alone = len(names) == 1 and is_cpu
+            by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
+            wanted.append(int(by * value))
         for larger in (map(prime_from, wanted), wanted):
             found = tuple(
                 min(size, limit) if grows else value
@@ -401,6 +452,31 @@ def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Vari
     is_one = variant.as_written is variant.program
     as_written = program if is_one else over(variant.as_written, corners)
     return replace(variant, program=program, as_written=as_written)
+
+
+def _corners(
+    sizes: ArgumentSizes, most: tuple[int, ...], bounds: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The largest sizes at which no argument has more elements than its bound."""
+    symbols, names = list(sizes.symbols.symbols.values()), sizes.symbols.names
+    corners = [sizes.anywhere(most)]
+    for place, bound in bounds.items():
+        elements = sizes.symbols.strides(sizes.layouts[place].shape)[1]
+        count = Evaluator([elements], names).values
+        *others, last = sorted({symbols.index(parted(size)[0]) for size in sizes.dims[place].values()})  # fmt: skip
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for corner in corners:
+            values = list(corner)
+            # As the one size grows, the other falls.
+            for value in range(sizes.least, corner[others[0]] + 1) if others else (corner[last],):
+                values[others[0] if others else last] = value
+                while values[last] >= sizes.least and count(*values)[0] > bound:
+                    values[last] -= 1
+                if values[last] >= sizes.least:
+                    rest = [size for at, size in enumerate(values) if at not in others]
+                    found[tuple(rest)] = tuple(values)
+        corners = list(found.values())
+    return tuple(corners)
 
 
 def _parameters(train_step: Callable[..., Any]) -> dict[str, int]:
