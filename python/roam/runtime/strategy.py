@@ -90,6 +90,8 @@ _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
 """How many sizes of tensors are tried as the least that never exist whole."""
+_MOST_MISSES = 2
+"""After so many sizes whose tiles save nothing, smaller tensors are not what takes the memory."""
 _LITTLE = 0.1
 """No tiles are tried, which takes seconds to minutes, where running again adds less of a step."""
 _WORTH_TILES = 0.98
@@ -585,10 +587,17 @@ class _Chooser:
         program = merged(self._variant.program)
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
+        reached_bytes, misses = self.plain.total_bytes, 0
         for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
-            parts = self._parts(program, gone, most, limit_bytes)
-            if parts is None:
+            estimate = self._parts(program, gone, most, limit_bytes)
+            if estimate is None:
+                continue
+            total_bytes, parts = estimate
+            if limit_bytes < total_bytes > _WORTH_TILES * reached_bytes:
+                misses += 1
+                if misses == _MOST_MISSES:
+                    break
                 continue
             with self._trying():
                 found = exactly_tiled(
@@ -597,6 +606,7 @@ class _Chooser:
             if found is None:
                 continue
             choice, lowering = self._way_by_tiles(found)
+            reached_bytes, misses = min(reached_bytes, choice.total_bytes), 0
             left_bytes = max(limit_bytes - choice.checks_bytes, 1)
             if choice.total_bytes > left_bytes:
                 prepared = self._prepared(lowering, left_bytes)
@@ -606,15 +616,15 @@ class _Chooser:
                     if not error.code.startswith("memory_"):
                         raise
                     continue
-            return self._with_cuts(choice, found, lowering, left_bytes)
+            return self._with_cuts(choice, found, lowering)
         return None
 
     def _parts(
         self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
-    ) -> int | None:
-        """Into how many parts the largest tensors have to be cut to keep within a limit, if all
-        cuts are exact, or after which number smaller ones save almost nothing; None if nothing can
-        be cut.
+    ) -> tuple[int, int] | None:
+        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
+        limit, if all cuts are exact, or after which number smaller ones save almost nothing; None
+        if nothing can be cut.
         """
         best: tuple[int, int] | None = None
         for parts in _PARTS:
@@ -625,11 +635,11 @@ class _Chooser:
             if self._untried is not None:  # smaller ones may have room
                 continue
             if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
-                return best[1]
+                break
             best = choice.total_bytes, parts
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
-                return parts
-        return None if best is None else best[1]
+                break
+        return best
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
@@ -645,12 +655,15 @@ class _Chooser:
         )
         return self._way(placed, lowering, [], made, None), lowering
 
-    def _with_cuts(
-        self, choice: Choice, found: Tiled, lowering: Lowering, left_bytes: int
-    ) -> Choice:
-        """The choice with what its tiles cost."""
+    def _with_cuts(self, choice: Choice, found: Tiled, lowering: Lowering) -> Choice:
+        """The choice with what its tiles cost. Kernels have as much room here as the trial of cuts
+        had.
+        """
+        room_bytes = available_bytes(self._variant.device, 0)
+        if room_bytes is None:
+            room_bytes = self.plain.eager_bytes
         seconds = [
-            float(self._prepared(one, left_bytes).graph(pool=False).times_ns.sum()) / 1e9
+            float(self._timed(one, room_bytes).graph(pool=False).times_ns.sum()) / 1e9
             for one in (self._lowered, lowering)
         ]
         calls = found.source.calls
