@@ -161,6 +161,12 @@ def test_the_pool_grows_at_most_twice_for_lengths_of_two_arguments() -> None:
     assert len(set(pools)) <= 3
 
 
+def test_a_table_of_positions_says_how_large_sizes_may_be() -> None:
+    step = run_both(lengths(30, 20, 40, 64))
+    assert step._known.traces == 3  # two of the first batch, one for all lengths
+    assert len(step._captures) == 2
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2

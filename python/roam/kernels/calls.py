@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +62,14 @@ def placed_calls(
     worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
     where = _Where(device, program.leaving(), unmovable_storages(program), worth_bytes)
     return [_placed(program, index, where) for index in range(len(program.calls))]
+
+
+def placing(program: Program, device: torch.device) -> Callable[[Program, int], Placed | None]:
+    """How a call of the program can be placed, also of the program at other sizes; results are
+    computed piece by piece whatever they take.
+    """
+    where = _Where(device, program.leaving(), unmovable_storages(program), 0)
+    return lambda there, index: _found(there, index, where)
 
 
 def copyable_calls(

@@ -7,6 +7,7 @@ to be, at the sizes of the earlier capture, the very program of that one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import Counter
@@ -19,11 +20,11 @@ import torch
 from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.step import CapturedStep, Variant
 from roam.errors import CaptureError
-from roam.kernels.calls import placed_calls
+from roam.kernels.calls import Placed, placing
 from roam.program.diff import difference
 from roam.program.effects import Rebind
 from roam.program.ir import Program
-from roam.program.resized import at, over
+from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
 from roam.state.argument_sizes import (
@@ -103,15 +104,14 @@ class Ranges:
             if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
+        alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
         for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
             if least > min(sizes.captured().values()):
                 break
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
-                _is_placed_alike(choice, dict(zip(sizes.symbols.names, point, strict=True)), device)
-                for choice in choices
-                for point in dict.fromkeys([corner, *tried, *corners])
+                hold(point) for hold in alike for point in dict.fromkeys([corner, *tried, *corners])
             ):
                 sizes.least = least
                 return
@@ -255,6 +255,8 @@ class Ranges:
                 earlier[name] = before.arguments.size(place, dim) - more
                 seen[name] = size.before - more if is_given else max(earlier[name], values[name])
                 most[name] = seen[name] if is_given else _RANGE * seen[name]
+                if (table := _table(before, size.before)) is not None and not is_given:
+                    most[name] = max(seen[name], min(most[name], table - more))
                 if dim == OFFSET:
                     floors[name] = SHIFT
                     most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
@@ -401,18 +403,46 @@ def _writes_to_parts(variant: Variant | None, sizes: ArgumentSizes) -> bool:
     )
 
 
-def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.device) -> bool:
-    """Whether the kernels that a plan places may be placed in the same way at other sizes."""
-    there = placed_calls(at(choice.program, values), device, worth_bytes=0)
-    return all(
-        one is None
-        or (
-            other is not None
-            and (one.placement, one.in_place, one.by_rows)
+def _table(step: CapturedStep, size: int) -> int | None:
+    """How many elements the shortest table has, such as of positions, of which the step takes the
+    first so many. Sizes are hardly larger, and a trace for larger ones would be for nothing.
+    """
+    program = (step.steady or step.first).as_written  # type: ignore[union-attr]
+    given = {slot for one, slot in program.referenced if isinstance(one, ArgumentReference)}
+    found = []
+    for call in program.calls:
+        if call.target is torch.ops.aten.slice.Tensor and len(call.args) == 4:
+            ref, dim, start, end = call.args
+            meta = program.slots[ref.slot]
+            is_kept = meta is not None and program.storages[meta.storage].creator < 0
+            if is_kept and (start, end) == (0, size) and ref.slot not in given:
+                found.append(int(meta.shape[dim]))
+    return min(found, default=None)
+
+
+def _placed_alike(
+    choice: Choice, names: Sequence[str], device: torch.device
+) -> Callable[[tuple[int, ...]], bool]:
+    """Tells whether the kernels that a plan places may be placed in the same way at values of the
+    symbols.
+    """
+    placed = choice.placed
+    calls = [index for index, one in enumerate(placed) if one is not None]
+    calls = distinct(choice.program, calls)
+    there, found = calls_at(choice.program, calls, names), placing(choice.program, device)
+
+    def is_alike(one: Placed | None, other: Placed | None) -> bool:
+        return one is not None and other is not None and (
+            (one.placement, one.in_place, one.by_rows)
             == (other.placement, other.in_place, other.by_rows)
-        )
-        for one, other in zip(choice.placed, there, strict=True)
-    )
+        )  # fmt: skip
+
+    @functools.cache
+    def hold(values: tuple[int, ...]) -> bool:
+        program = there(values)
+        return all(is_alike(placed[index], found(program, index)) for index in calls)
+
+    return hold
 
 
 def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Variant | None:
