@@ -61,6 +61,11 @@ def rows_table(record: Record) -> Table:
     return Table("Many shapes", (*_COLUMNS[:-1], *_BESIDE, _COLUMNS[-1]), rows)
 
 
+def architectures_table(record: Record) -> Table:
+    """Architectures that one plan does not hold for, and why."""
+    return shapes_zoo.rows_table(record)
+
+
 def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
 
