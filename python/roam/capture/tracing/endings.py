@@ -977,14 +977,15 @@ class NumbersChange(Exception):
 
 
 class ArgumentsChange(Exception):
-    """A step changes a container among its arguments or an object that has been taken apart, or
-    such an object holds a container that is an argument too.
+    """A step changes a container among its arguments in a way that `changed_arguments` does not
+    record, or an object that has been taken apart, or such an object holds a container that is an
+    argument too.
     """
 
     def refusal(self) -> CaptureError:
         """What to raise if there is no such object."""
         return CaptureError(
-            "the step changes a container among its arguments, as batch.pop(...) does; let it work on a copy, as in "
-            "batch = dict(batch)",
+            "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
+            "dictionary there a key that is not made of plain values; let it work on a copy",
             code="moved",
         )

@@ -49,7 +49,7 @@ from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken
-from roam.state.changed_arguments import Arguments, Containers, Left, with_others
+from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
@@ -268,20 +268,20 @@ def _left(
     arguments: Arguments,
     result: Any,
 ) -> Left:
-    """What the step returns, and what it has added to lists.
-
-    Raises:
-        ArgumentsChange: it has changed its arguments, which are then as before.
+    """What the step returns, and what it has done to lists and dictionaries among its arguments,
+    which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        is_changed = containers.restore()
-        added = fake_state.growing.added()
-        if messages := recorder.messages.all:
-            added.append(messages)
-        left = Left(*with_others((result, added), recorder.late_lists))
+        try:
+            added = fake_state.growing.added()
+            if messages := recorder.messages.all:
+                added.append(messages)
+            left = containers.left(result, recorder.late_lists, added)
+        except Unrecordable:
+            raise ArgumentsChange from None
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
-    if is_changed or not is_restored:
+    if not is_restored or (left.changes and fake_state.taker.opened):
         raise ArgumentsChange
     return left
 
