@@ -219,14 +219,6 @@ def test_arguments_and_results_are_eagers(kind: Any, change: Callable[..., Any])
         assert torch.equal(one, other)
 
 
-def test_names_that_are_not_read_need_no_plan_of_their_own() -> None:
-    task = Task(pops)
-    step = roam.compile(task.step)
-    for number in range(5):
-        step(batch(number) | {"path": f"{number}.png", "number": number})
-    assert len(step.plans) <= 3
-
-
 def test_an_output_in_the_batch_has_a_history() -> None:
     task = Task(keeps_outputs)
     step = roam.compile(task.step)
