@@ -62,6 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"of each test, run as many cases as took {_BRIEF_S} s at the last `make durations`",
     )
     parser.addoption(
+        "--python",
+        default="idle",
+        choices=("auto", "idle"),
+        help="python= of steps that do not say it, but for tests with the mark `auto`; what fails with `auto` asks for refusals",
+    )
+    parser.addoption(
         "--device", metavar="DEVICE", help="where tensors are made that name no device, as `cuda`"
     )
 
@@ -76,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "long: a long case of what shorter tests check too; only `make sweep` runs it"
     )
+    config.addinivalue_line("markers", "auto: has python= as users do who do not say it")
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]
     if device := config.getoption("--device"):
@@ -190,6 +197,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries tell at the end of a process what nobody has collected
+
+
+@pytest.fixture(autouse=True)
+def idle_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that do not say what becomes of their Python are refused where a plan alone cannot
+    repeat it: with `auto`, the default, they would have eager PyTorch's bits beside a plan, and no
+    test would see that a plan alone no longer has them."""
+    if request.config.getoption("--python") == "auto" or request.node.get_closest_marker("auto"):
+        return
+    try:
+        from roam.runtime.compile import Step, compile  # here: some tests do without torch
+    except ImportError:
+        return
+    for function in (compile, Step.__init__):
+        monkeypatch.setitem(function.__kwdefaults__, "python", "idle")
 
 
 @pytest.fixture

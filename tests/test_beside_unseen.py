@@ -4,6 +4,7 @@ generators, to switches of kernels, in other threads.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,61 @@ def what_tells_no_value() -> Step:
     return lambda x: ((x * 2).is_pinned(), torch.from_dlpack((x * 3).detach()) * 2)
 
 
+@kind
+def labels_that_are_out_of_range() -> Step:
+    weight, calls, seen = torch.ones(6, 4, requires_grad=True), [0], []
+
+    def step(x: torch.Tensor) -> Any:
+        calls[0] += 1
+        labels = torch.tensor([0, 3, -100, 9 if calls[0] in (2, 6) else 1])
+        weight.grad = None
+        try:
+            torch.nn.functional.cross_entropy(x @ weight, labels).backward()
+        except IndexError as error:
+            seen.append(str(error))
+        return weight.grad, list(seen)
+
+    return step
+
+
+@kind
+def matrices_that_are_not_definite() -> Step:
+    calls = [0]
+
+    def step(x: torch.Tensor) -> Any:
+        calls[0] += 1
+        matrix = torch.eye(4) * 2 * (-1 if calls[0] in (2, 6) else 1)
+        try:
+            return torch.linalg.cholesky(matrix) * x.mean()
+        except torch.linalg.LinAlgError as error:
+            return str(error), matrix
+
+    return step
+
+
+@kind
+def whether_a_dispatch_mode_is_on() -> Step:
+    return lambda x: (x * 2, torch.utils._python_dispatch.is_in_torch_dispatch_mode())
+
+
+@kind
+def places_to_split_at() -> Step:
+    return lambda x: (x * 2).tensor_split((x[0, :1] * 0 + 2).long())
+
+
+@kind
+def memory_for_others() -> Step:
+    return lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x * 2)) * 3
+
+
+@kind
+def variables_by_which_libraries_choose_kernels() -> Step:
+    def switch(is_on: bool) -> None:
+        os.environ["OMP_STACKSIZE"] = "4M" if is_on else "8M"
+
+    return switched(switch, lambda x: x @ x.t())
+
+
 def results(make: Callable[[], Step], compiled: bool, calls: int) -> list[Any]:
     torch.manual_seed(0)
     step = make()
@@ -251,11 +307,12 @@ def test_a_method_of_the_default_generator_is_refused(method: str) -> None:
         drawn = torch.rand(3)
         return drawn, getattr(torch.default_generator, method)(), torch.rand(3)
 
-    step = roam.compile(function, python="beside")
-    step(torch.ones(2))  # recorded
-    with pytest.raises(roam.CaptureError, match=method) as caught:
-        step(torch.ones(2))
-    assert caught.value.code == "generator_state"
+    step, state = roam.compile(function, python="beside"), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(roam.CaptureError, match=method) as caught:
+            step(torch.ones(2))
+        assert caught.value.code == "generator_state"
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_reads_memory_by_itself_is_refused() -> None:
@@ -263,6 +320,81 @@ def test_what_reads_memory_by_itself_is_refused() -> None:
     with pytest.raises(roam.ExecutionError) as caught:
         [compiled(torch.ones(4, 6)) for _ in range(CALLS)]
     assert caught.value.code == "unread"
+
+
+def test_what_reads_memory_by_itself_is_refused_where_its_error_is_caught() -> None:
+    def step(x: torch.Tensor) -> Any:
+        total = x.sum()
+        try:
+            return torch.FloatTensor([total, 1.0])
+        except RuntimeError:
+            return torch.zeros(2)
+
+    compiled = roam.compile(step, python="beside")
+    with pytest.raises(roam.ExecutionError) as caught:
+        [compiled(torch.ones(4, 6)) for _ in range(CALLS)]
+    assert caught.value.code == "unread"
+
+
+double = torch.compile(lambda x: x * 2, backend="eager")
+
+
+@pytest.mark.parametrize(("function", "code"), [
+    (lambda x: x.add_(1).data_ptr(), "address"), (lambda x: double(x.add_(1)), "compiled_call"),
+    (lambda x: torch.func.vmap(lambda row: str(row * 2) and row)(x), "refused_operator"),
+])  # fmt: skip
+def test_what_cannot_be_followed_is_refused(function: Any, code: str) -> None:
+    step = roam.compile(function, python="beside")
+    with pytest.raises(roam.CaptureError) as caught:
+        step(torch.ones(4, 6))
+    assert caught.value.code == code
+    assert "test_beside_unseen.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(("function", "code"), [
+    (lambda x: x.data_ptr(), "address"), (double, "compiled_call"),
+])  # fmt: skip
+def test_what_no_recorded_call_has_done_is_refused(function: Any, code: str) -> None:
+    calls: list[int] = []
+
+    def step(x: torch.Tensor) -> Any:
+        calls.append(1)
+        return function(x * 2) if len(calls) == 5 else x * 2
+
+    compiled = roam.compile(step, python="beside")
+    for _ in range(4):
+        compiled(torch.ones(4, 6))
+    with pytest.raises(roam.ExecutionError) as caught:
+        compiled(torch.ones(4, 6))
+    assert caught.value.code == code
+
+
+def test_arrays_between_calls_keep_no_step_from_its_plan() -> None:
+    weight = torch.ones(40, requires_grad=True)
+
+    def step(x: torch.Tensor) -> str:
+        weight.grad = None
+        (x * weight).square().sum().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad * 0.1)
+        return str(weight.sum().item())
+
+    compiled, kept = roam.compile(step, python="beside", time_limit_s=0.1), []
+    for call in range(CALLS):
+        before = weight.detach().clone()
+        array = weight.detach().numpy() if call else None
+        if call == CALLS - 2:
+            kept.append(array)
+        del array
+        found = compiled(torch.full((40,), 0.5))
+        after = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(before)
+        assert step(torch.full((40,), 0.5)) == found
+        assert torch.equal(weight, after)
+        if call == CALLS - 3:
+            assert compiled.memory().total_bytes > 0  # it has run by its plan
+    assert all((array == weight.detach().numpy()).all() for array in kept)
 
 
 def test_a_compiled_step_in_another_one_is_a_part_of_that() -> None:

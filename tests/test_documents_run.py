@@ -40,6 +40,8 @@ PINNED_TORCH = next(
 )
 
 
+pytestmark = pytest.mark.auto
+
 OF_NEWER = ("before-renting.md", "parallelize.md", "follow-one-step.md")
 """Pages that shard parameters by `fully_shard`, which is captured with PyTorch 2.15, or print what
 a trace with it records."""

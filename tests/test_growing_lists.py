@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roam
+from newer import needs_2_15
 
 Step = Callable[..., Any]
 Built = tuple[Step, Any]
@@ -415,9 +416,7 @@ _READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", _READS)
-def test_a_step_that_reads_the_list_is_refused(name: str) -> None:
+def _reader(name: str) -> Callable[[Step], Built]:
     def build(train: Step) -> Built:
         values: list[float] = []
 
@@ -427,7 +426,25 @@ def test_a_step_that_reads_the_list_is_refused(name: str) -> None:
 
         return step, values
 
-    _refused(_trained(build))
+    return build
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", _READS)
+def test_a_step_that_reads_the_list_is_refused(name: str) -> None:
+    _refused(_trained(_reader(name)))
+
+
+@needs_2_15
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", _READS)
+def test_a_step_that_reads_the_list_runs_beside_a_plan(name: str) -> None:
+    built = _trained(_reader(name))
+    (planned, log), (eager, expected) = built(), built()
+    step = roam.compile(planned, python="auto")
+    for number in range(8):
+        assert torch.equal(step(*_batch(number)), eager(*_batch(number)))
+        assert _equal(log, expected)
 
 
 def _kept(train: Step) -> Built:
@@ -561,6 +578,8 @@ def test_tensors_in_the_list_are_those_of_the_state_the_arguments_and_the_result
     assert len({entry.data_ptr() for entry in log[1::4]}) == 3
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_an_argument_that_is_added_is_the_call_s_own() -> None:
     model, optimizer = _model()
     seen: list[Any] = []

@@ -1,5 +1,5 @@
 # ruff: noqa: G004, UP031, UP032
-"""What a step prints and logs: by its plan as eagerly, or refused."""
+"""What a step prints and logs: by its plan as eagerly, or refused, and then beside the plan."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from newer import needs_2_15
 from roam import CaptureError
 
 LOGGER: Final = logging.getLogger("of the step's own")
@@ -203,26 +204,13 @@ SHOWN: Final[dict[str, Show]] = {
     "separator and end": lambda my, loss, x: print("a", loss.item(), sep="-", end="!\n", flush=True),
     "f-string": lambda my, loss, x: print(f"loss {loss.item():.4f}, {loss.item() * 2:>12.3e}|"),
     "number": lambda my, loss, x: print("loss", loss.item(), f"{loss.item()}", loss.item() / 3),
-    "conversions": lambda my, loss, x: print(f"{loss.item()!r} {loss.item()!s} {loss!r} {loss!s}"),
-    "computed form": lambda my, loss, x: print(f"{loss.item():{3 * 4}.3f}|"),
     "rounded": lambda my, loss, x: print(round(loss.item(), 3), f"{round(loss.item(), 2)}"),
-    "tensor": lambda my, loss, x: print("loss", loss, loss.detach(), loss.detach() * 2),
-    "tensor in f-string": lambda my, loss, x: print(f"loss {loss} {loss:.4f} {my.net.weight}"),
-    "parameters": lambda my, loss, x: print(my.net.weight, my.net.weight.grad, my.net.bias.data),
-    "containers": lambda my, loss, x: print([loss.item(), 2], {"loss": (1, loss), "none": None}),
-    "objects in containers": lambda my, loss, x: print({"net": my.net, "loss": loss.item()}, my.net),
     "str.format": lambda my, loss, x: print("loss {:.4f} {}".format(loss, loss.item())),
-    "str": lambda my, loss, x: print("loss " + str(loss.item()) + "!" + repr(loss) + str([loss.item()])),
-    "operator %": lambda my, loss, x: print("loss %s and %s" % (loss.item(), 5)),
     "%.3f": lambda my, loss, x: print("loss %.3f" % loss.item()),
-    "%.3f of a tensor": lambda my, loss, x: print("%.4f %d" % (loss.detach(), loss.detach() * 9)),
-    "%.3f and others": lambda my, loss, x: print(
-        "[%d/%d] %.4f, %.3e %g|%5.2f%%|%-9.1f|%+i"
-        % (my.steps, 9, loss.item(), loss.item(), 0.5, loss.item(), loss.item(), loss.item() * 99),
-        "%(a).3f %(b)s %(a)d %(c(d)).1f" % {"a": loss.item(), "b": "x", "c(d)": loss.item()},
-    ),
-    "%.3f beside plain values": lambda my, loss, x: print(
-        "%.4f%.3f0" % (0.5, loss.item()), "%.3f0%.4f" % (loss.item(), 0.5), "%5s %.1f" % ("a", loss.item()), "%.1f%.1f" % (0.5, loss.item())
+    "%.3f beside plain numbers": lambda my, loss, x: print(
+        "%d items, %5.1f%% done, loss=%.4f" % (3, 50.0, loss.item()),
+        "%.1f %.1fms %.1f." % (loss.item(), 0.5, loss.item()),
+        "%(a).3f %(b)s" % {"a": loss.item(), "b": "x"},
     ),
     "%.3f in a longer text": lambda my, loss, x: print(
         "%.3f" % loss.item() + f" {loss.item():.1f} " + "%.3f" % (loss.item() * 2,) + "|%150.1f" % loss.item()
@@ -232,39 +220,23 @@ SHOWN: Final[dict[str, Show]] = {
     "walrus": lambda my, loss, x: print(number := loss.item(), number),
     "counter": counted,
     "rate": lambda my, loss, x: print(f"rate {my.optimizer.param_groups[0]['lr']:.2e}"),
-    "schedule": scheduled,
     "branch": one_way,
     "gradients": all_gradients,
-    "changed in place": before_and_after,
     "function": by_way_of_a_function,
-    "variable": in_a_variable,
     "counts": counts,
-    "bools": lambda my, loss, x: print(loss > 0.3, (loss > 0.3).item(), f"{(loss > 0).sum()}"),
-    "batch": lambda my, loss, x: print(x.shape, x[0, 0].item(), {"x": x}),
-    "state": lambda my, loss, x: print(my.optimizer.state[my.net.weight]["exp_avg"]),
     "errors": lambda my, loss, x: print("x", loss.item(), file=sys.stderr),
     "list": growing_too,
     "hook": hooks,
-    "checkpoint": again_in_backward,
-    "autograd function": lambda my, loss, x: Doubled.apply(my.net(x)).sum().backward(),
-    "nodes": many_nodes,
     "vmap": lambda my, loss, x: torch.vmap(lambda row: print(row.shape) or row)(x),
     "buffer": to_a_buffer,
-    "logger": lambda my, loss, x: LOGGER.info("loss %.3f %s", loss.item(), loss.detach()),
     "logger, f-string": lambda my, loss, x: LOGGER.warning(f"loss {loss.item():.3f}"),
-    "logger, level": lambda my, loss, x: LOGGER.log(logging.ERROR, "%.3f %d", loss.detach(), 3),
-    "logger, names": lambda my, loss, x: LOGGER.info("%(a).3f %(b)s", {"a": loss.item(), "b": 2}),
     "logger, off": lambda my, loss, x: LOGGER.debug(f"loss {loss.item():.3f} {loss}", loss),
-    "logger, adapter": lambda my, loss, x: logging.LoggerAdapter(LOGGER, {}).info("%s", loss.item()),
-    "logger, objects": lambda my, loss, x: LOGGER.info("%s %r %s", my.net, float, loss.item()),
-    "logger, error": caught,
-    "logger, place": from_within,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
 def test_as_eagerly(show: Show) -> None:
-    assert shown(roam.compile(made(show))) == shown(made(show))
+    assert shown(roam.compile(made(show), python="idle")) == shown(made(show))
 
 
 def test_of_the_cases_most_print_something() -> None:
@@ -279,7 +251,7 @@ def deep() -> nn.Module:
 
 
 @pytest.mark.parametrize("options", [{"memory": "80%"}, {"pool": True}], ids=str)
-@pytest.mark.parametrize("show", [counted, all_gradients, SHOWN["tensor"]])
+@pytest.mark.parametrize("show", [counted, all_gradients])
 def test_with_a_budget_and_a_pool(show: Show, options: Any) -> None:
     planned = shown(roam.compile(made(show, deep()), **options), rows=2048)
     assert planned == shown(made(show, deep()), rows=2048)
@@ -341,7 +313,7 @@ def by_an_own_logger(my: Any, loss: Any, x: Any) -> None:
     found.info(f"loss {loss.item():.3f}")
 
 
-REFUSED: Final[dict[str, Show]] = {
+BESIDE: Final[dict[str, Show]] = {
     "length": as_a_length,
     "variable that is looked at": looked_at,
     "variable that is read twice": printed_twice,
@@ -362,31 +334,90 @@ REFUSED: Final[dict[str, Show]] = {
     "%.*f": lambda my, loss, x: print("%.*f" % (3, loss.item())),
     "%x": lambda my, loss, x: print("%x" % (x > 0).sum().item()),
     "%.3f that a method changes": lambda my, loss, x: print(("%.3f" % loss.item()).ljust(9)),
+    "%.1f of two widths": lambda my, loss, x: print("%5.1f %.1f" % (loss.item(), 0.5)),
+    "%.3f beside digits": lambda my, loss, x: print("%.3f0 %.3f" % (loss.item(), 0.5)),
+    "%.3f beside another": lambda my, loss, x: print("%.3f%.3f" % (loss.item(), loss.item())),
+    "%g of two precisions": lambda my, loss, x: print("%g %.3g" % (loss.item(), 0.5)),
+    "f-string in an f-string": lambda my, loss, x: print(f"{f'{loss.item():.3f}'[0]}"),
+    "str in an f-string": lambda my, loss, x: print(f"{str(loss.item())[0]}"),
+    "map": lambda my, loss, x: print("{:>30}".format(*map(str, [loss.item()]))),
     "ascii": lambda my, loss, x: print(f"{loss.item()!a}"),
     "list": lambda my, loss, x: print(*[f"{loss.item():.2f}", 2]),
     "condition": lambda my, loss, x: print(f"{loss.item()}" if my.net.training else "evaluated"),
-    "condition in it": lambda my, loss, x: print(f"{loss.item()} {'a' if my.net.training else 'b'}"),
     "separator": lambda my, loss, x: print("a", "b", sep=f"{loss.item():.2f}"),
     "key": lambda my, loss, x: print({f"{loss.item():.2f}": 1}),
     "kept": lambda my, loss, x: my.lines.append(f"{loss.item():.2f}"),
-    "in a transform": lambda my, loss, x: torch.vmap(lambda row: print(row) or row)(x),
     "equality": lambda my, loss, x: print(f"{loss.item():.1f}" == "0.1"),
     "times": lambda my, loss, x: print(f"{loss.item():.1f}" * 2),
     "part": lambda my, loss, x: print(f"{loss.item():.1f}"[-1]),
+    "conversions": lambda my, loss, x: print(f"{loss.item()!r} {loss.item()!s} {loss!r} {loss!s}"),
+    "computed form": lambda my, loss, x: print(f"{loss.item():{3 * 4}.3f}|"),
+    "tensor": lambda my, loss, x: print("loss", loss, loss.detach(), loss.detach() * 2),
+    "tensor in f-string": lambda my, loss, x: print(f"loss {loss} {loss:.4f} {my.net.weight}"),
+    "parameters": lambda my, loss, x: print(my.net.weight, my.net.weight.grad, my.net.bias.data),
+    "containers": lambda my, loss, x: print([loss.item(), 2], {"loss": (1, loss), "none": None}),
+    "objects in containers": lambda my, loss, x: print({"net": my.net, "loss": loss.item()}, my.net),
+    "str": lambda my, loss, x: print("loss " + str(loss.item()) + "!" + repr(loss) + str([loss.item()])),
+    "operator %": lambda my, loss, x: print("loss %s and %s" % (loss.item(), 5)),
+    "%.3f of a tensor": lambda my, loss, x: print("%.4f %d" % (loss.detach(), loss.detach() * 9)),
+    "%.3f and others": lambda my, loss, x: print(
+        "[%d/%d] %.4f, %.3e %g|%5.2f%%|%-9.1f|%+i"
+        % (my.steps, 9, loss.item(), loss.item(), 0.5, loss.item(), loss.item(), loss.item() * 99),
+        "%(a).3f %(b)s %(a)d %(c(d)).1f" % {"a": loss.item(), "b": "x", "c(d)": loss.item()},
+    ),
+    "%.3f beside plain values": lambda my, loss, x: print(
+        "%.4f%.3f0" % (0.5, loss.item()), "%.3f0%.4f" % (loss.item(), 0.5), "%5s %.1f" % ("a", loss.item()), "%.1f%.1f" % (0.5, loss.item())
+    ),
+    "schedule": scheduled,
+    "changed in place": before_and_after,
+    "variable that is read once": in_a_variable,
+    "bools": lambda my, loss, x: print(loss > 0.3, (loss > 0.3).item(), f"{(loss > 0).sum()}"),
+    "batch": lambda my, loss, x: print(x.shape, x[0, 0].item(), {"x": x}),
+    "state": lambda my, loss, x: print(my.optimizer.state[my.net.weight]["exp_avg"]),
+    "checkpoint": again_in_backward,
+    "autograd function": lambda my, loss, x: Doubled.apply(my.net(x)).sum().backward(),
+    "nodes": many_nodes,
+    "logger, tensor": lambda my, loss, x: LOGGER.info("loss %.3f %s", loss.item(), loss.detach()),
+    "logger, level": lambda my, loss, x: LOGGER.log(logging.ERROR, "%.3f %d", loss.detach(), 3),
+    "logger, names": lambda my, loss, x: LOGGER.info("%(a).3f %(b)s", {"a": loss.item(), "b": 2}),
+    "logger, adapter": lambda my, loss, x: logging.LoggerAdapter(LOGGER, {}).info("%s", loss.item()),
+    "logger, objects": lambda my, loss, x: LOGGER.info("%s %r %s", my.net, float, loss.item()),
+    "logger, error": caught,
+    "logger, place": from_within,
 }  # fmt: skip
+"""Refused, and equal beside the plan."""
 
 
 def check_refused(show: Show, file: str) -> None:
     """Checks that a step is refused, and that the refusal names a line of a file."""
     with pytest.raises(CaptureError) as caught:
-        shown(roam.compile(made(show)))
+        roam.capture(made(show), torch.ones(2, 4))
     assert caught.value.code == "value_reached_python"
     assert f"{file}:" in str(caught.value.source)
 
 
-@pytest.mark.parametrize("show", REFUSED.values(), ids=REFUSED)
-def test_text_that_something_else_may_read(show: Show) -> None:
+def check_beside(show: Show, caplog: pytest.LogCaptureFixture) -> None:
+    """Checks that a step whose Python runs beside its plan gives out what it does eagerly."""
+    with caplog.at_level(logging.ERROR, "roam"):
+        assert shown(roam.compile(made(show), python="auto")) == shown(made(show))
+
+
+@pytest.mark.parametrize("show", BESIDE.values(), ids=BESIDE)
+def test_what_no_plan_repeats_is_refused(show: Show) -> None:
     check_refused(show, "test_messages.py")
+
+
+@needs_2_15
+@pytest.mark.sweep
+@pytest.mark.parametrize("show", BESIDE.values(), ids=BESIDE)
+def test_beside_the_plan(show: Show, caplog: pytest.LogCaptureFixture) -> None:
+    check_beside(show, caplog)
+
+
+def test_in_a_transform() -> None:
+    check_refused(
+        lambda my, loss, x: torch.vmap(lambda row: print(row) or row)(x), "test_messages.py"
+    )
 
 
 def timed(my: Any, loss: Any, x: Any) -> None:
@@ -412,7 +443,7 @@ def stamped(my: Any, loss: Any, x: Any) -> None:
 @pytest.mark.parametrize("show", [timed, timed_by_name, dated, stamped])
 def test_the_time_is_refused(show: Show) -> None:
     with pytest.raises(CaptureError, match="clock") as caught:
-        shown(roam.compile(made(show)))
+        shown(roam.compile(made(show), python="idle"))
     assert caught.value.code == "unstable"
 
 
@@ -435,7 +466,7 @@ def test_what_differs_between_two_traces_is_named() -> None:
         print(f"object {object()}")
 
     with pytest.raises(CaptureError, match=r"prints 'object <object object at") as caught:
-        shown(roam.compile(made(counted_in_secret)))
+        shown(roam.compile(made(counted_in_secret), python="idle"))
     assert caught.value.code == "unstable"
 
 
@@ -482,16 +513,6 @@ def test_other_threads_print_meanwhile() -> None:
     assert set(out.getvalue().split()) <= {"beside"}
 
 
-def test_a_level_that_is_off_costs_no_memory() -> None:
-    def bytes_of(show: Show) -> int:
-        graph = roam.capture(made(show), torch.ones(2, 4))
-        return int(roam.optimize(graph).peak_bytes)
-
-    plain = bytes_of(lambda my, loss, x: None)
-    assert bytes_of(lambda my, loss, x: LOGGER.debug("%s", my.net.weight)) == plain
-    assert bytes_of(lambda my, loss, x: LOGGER.info("%s", torch.ones(1000) * loss)) > plain
-
-
 def test_an_error_of_a_stream_is_the_users() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
@@ -508,7 +529,7 @@ def test_a_capture_of_messages_leaves_nothing_for_the_collector() -> None:
     @roam.compile
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = net(x).square().mean()
-        print(f"loss {loss.item():.3f} {loss}", loss, "%.3f" % loss.item())
+        print(f"loss {loss.item():.3f} {loss}", loss.item(), "%.3f" % loss.item())
         loss.backward()
         net.zero_grad()
         return loss

@@ -1,4 +1,4 @@
-"""Unusual ways to print and to log: by a plan as eagerly, or refused."""
+"""Unusual ways to print and to log: refused, and then beside the plan as eagerly."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from roam import CaptureError
-from test_messages import LOGGER, Show, check_refused, made, of_its_own, shown
+from test_messages import LOGGER, Show, check_beside, check_refused, made, of_its_own, shown
 
 __all__ = ["of_its_own"]  # a fixture, for all tests
 
@@ -56,17 +57,6 @@ class ByItself(NamedTuple):
 
     def __repr__(self) -> str:
         return f"{self.loss:.3f}"
-
-
-class Counted:
-    """Counts how often its text is made."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    def __repr__(self) -> str:
-        self.times += 1
-        return "text"
 
 
 class Falsy(io.StringIO):
@@ -125,22 +115,15 @@ def numbers_of_objects(my: Any, loss: Any, x: Any) -> None:
     LOGGER.info("%x", (loss * 0).long() + 255)
 
 
-SHOWN: Final[dict[str, Show]] = {
-    "other names": by_another_name,
-    "writing": written,
-    "traceback": with_a_traceback,
+PLANNED: Final[dict[str, Show]] = {
     "redirected to errors": to_errors_by_redirection,
-    "numbers": numbers_of_objects,
     "file that is false": lambda my, loss, x: print("x", file=Falsy()),
-    "named tuple": lambda my, loss, x: print(Pair(loss, 1), Pair(loss.item(), 2), x.max(1)),
-    "separator of a class": lambda my, loss, x: print("a", loss, sep=Word("-")),
-    "representations": lambda my, loss, x: LOGGER.info("%(a)r %(a)s", {"a": Word("w")}),
 }
 
 
-@pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize("show", PLANNED.values(), ids=PLANNED)
 def test_as_eagerly(show: Show) -> None:
-    assert shown(roam.compile(made(show))) == shown(made(show))
+    assert shown(roam.compile(made(show), python="idle")) == shown(made(show))
 
 
 def view_of_what_is_changed(my: Any, loss: Any, x: Any) -> None:
@@ -183,7 +166,14 @@ def error_of_a_library(my: Any, loss: Any, x: Any) -> None:
         LOGGER.exception("bad")
 
 
-REFUSED: Final[dict[str, Show]] = {
+BESIDE: Final[dict[str, Show]] = {
+    "other names": by_another_name,
+    "writing": written,
+    "traceback": with_a_traceback,
+    "numbers": numbers_of_objects,
+    "named tuples": lambda my, loss, x: print(Pair(loss, 1), Pair(loss.item(), 2), x.max(1)),
+    "separator of a class": lambda my, loss, x: print("a", loss, sep=Word("-")),
+    "representations": lambda my, loss, x: LOGGER.info("%(a)r %(a)s", {"a": Word("w")}),
     "padding, key with a space": lambda my, loss, x: print("%(a b)9s|" % {"a b": loss.item()}),  # noqa: UP031
     "padding, long": lambda my, loss, x: print("%30ls|" % loss.item()),  # noqa: UP031
     "adapter": lambda my, loss, x: Shouting(LOGGER, {}).info(f"{loss.item():.3f}"),
@@ -192,16 +182,28 @@ REFUSED: Final[dict[str, Show]] = {
     "options": with_few_digits,
     "level": at_a_level_of_its_own,
     "after a refusal": after_a_refusal,
-    "error of a library": error_of_a_library,
-    "stack": lambda my, loss, x: LOGGER.info("x", stack_info=True),
     "logger that nobody finds": lambda my, loss, x: UNKNOWN.error("x"),
     "logger of a class": lambda my, loss, x: OWN.error("x"),
     "mapping": lambda my, loss, x: LOGGER.info("%(a)s", ChainMap({"a": 1})),
 }
 
 
-@pytest.mark.parametrize("show", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("show", BESIDE.values(), ids=BESIDE)
 def test_refused(show: Show) -> None:
+    check_refused(show, "test_messages_of_all_kinds.py")
+
+
+@needs_2_15
+@pytest.mark.sweep
+@pytest.mark.parametrize("show", BESIDE.values(), ids=BESIDE)
+def test_beside_the_plan(show: Show, caplog: pytest.LogCaptureFixture) -> None:
+    check_beside(show, caplog)
+
+
+@pytest.mark.parametrize(
+    "show", [error_of_a_library, lambda my, loss, x: LOGGER.info("x", stack_info=True)]
+)
+def test_a_traceback_is_refused(show: Show) -> None:
     check_refused(show, "test_messages_of_all_kinds.py")
 
 
@@ -219,29 +221,9 @@ def test_a_level_of_a_logger_found_by_its_name_is_seen() -> None:
     assert run(roam.compile) == run(lambda step: step)
 
 
-def test_a_text_is_made_as_often_as_eagerly() -> None:
-    def run(wrap: Callable[..., Any]) -> tuple[str, int]:
-        counted = Counted()
-
-        def show(my: Any, loss: Any, x: Any) -> None:
-            print(counted)
-            LOGGER.info("%s", counted)
-
-        return shown(wrap(made(show)))[0], counted.times
-
-    assert run(roam.compile) == run(lambda step: step)
-
-
-def test_a_step_that_no_file_has() -> None:
-    names: dict[str, Any] = {}
-    source = 'def show(my, loss, x):\n    print("a")\n    print(f"loss {loss.item():.3f}", loss)'
-    exec(source, names)
-    assert shown(roam.compile(made(names["show"]))) == shown(made(names["show"]))
-
-
 def test_streams_are_as_before() -> None:
     out = io.StringIO()
-    step = roam.compile(made(lambda my, loss, x: print(f"{loss}".strip())))
+    step = roam.compile(made(lambda my, loss, x: print(f"{loss}".strip())), python="idle")
     with contextlib.redirect_stdout(out), pytest.raises(CaptureError):
         step(torch.ones(2, 4))
     assert "write" not in vars(out)
@@ -252,7 +234,7 @@ def test_a_stream_that_the_step_holds_is_named() -> None:
         print("x", file=file)
 
     with pytest.raises(CaptureError, match="is a stream"):
-        shown(roam.compile(made(show)))
+        shown(roam.compile(made(show), python="idle"))
 
 
 def timed_by_a_variable() -> Show:
@@ -270,4 +252,4 @@ def timed_by_an_import(my: Any, loss: Any, x: Any) -> None:
 @pytest.mark.parametrize("show", [timed_by_a_variable(), timed_by_an_import])
 def test_the_time_is_refused(show: Show) -> None:
     with pytest.raises(CaptureError, match="clock"):
-        shown(roam.compile(made(show)))
+        shown(roam.compile(made(show), python="idle"))

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from steps import batches
 from test_hostile import train
 from training import assert_same_bits, tensors_and_numbers
@@ -337,7 +339,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (compared_with_numpys_numbers, 2),
         (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
         (by_functions_of_pythons, 1), (in_new_tensors, 1), (looked_up_in_tensors, 1),
-        (draws_by_them, 1), (drops_out_by_them, 2), (cuts_at_a_share, 1), (raised_to_whole_powers, 1),
+        (cuts_at_a_share, 1), (raised_to_whole_powers, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
@@ -559,7 +561,7 @@ def state_of_no_parameter(my, x, y):
 @pytest.mark.parametrize(
     "body",
     [
-        becomes_text, shows_it, counts_at_the_head_of_a_list, longer_and_longer, with_numpy,
+        draws_by_them, drops_out_by_them, becomes_text, shows_it, counts_at_the_head_of_a_list, longer_and_longer, with_numpy,
         mean_with_numpy, right_of_an_array, right_of_numpys_own_numbers, by_a_function_of_numpys, catches_the_refusal, two_of_one_name, state_of_no_parameter,
     ],
 )  # fmt: skip
@@ -570,6 +572,16 @@ def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
     with pytest.raises(roam.CaptureError):
         roam.compile(lambda x, y: body(my, x, y)).plan(x, y)
     assert_same_bits(before, everything(my))
+
+
+@needs_2_15
+@pytest.mark.parametrize("body", [draws_by_them, drops_out_by_them])
+def test_chance_by_them_runs_beside_a_plan(body: Body) -> None:
+    eager, _ = outcome(lambda step: step, body, lambda my, number: None)
+    beside, _ = outcome(
+        functools.partial(roam.compile, python="auto"), body, lambda my, number: None
+    )
+    assert_same_bits(eager, beside)
 
 
 def by_a_list(my, x, y):

@@ -557,16 +557,98 @@ def test_a_budget_that_no_plan_keeps_to_is_refused_before_the_call() -> None:
 # -- options
 
 
+@pytest.mark.auto
 def test_auto_runs_beside_what_idle_refuses(caplog: Any) -> None:
     expected, _ = ran("clocks_and_chance")
     with pytest.raises(roam.CaptureError):
         ran("clocks_and_chance", python="idle")
     with caplog.at_level(logging.WARNING, "roam"):
-        found, compiled = ran("clocks_and_chance", python="auto")
+        found, compiled = ran("clocks_and_chance", keep_grads=True)
     assert are_same(expected, found)
     assert compiled.memory().total_bytes > 0
-    (told,) = [one.getMessage() for one in caplog.records if "beside its plan" in one.getMessage()]
+    (told,) = [one.getMessage() for one in caplog.records if "beside the plan" in one.getMessage()]
     assert "random generator was drawn from" in told
+
+
+@pytest.mark.auto
+def test_what_cannot_run_beside_a_plan_is_refused_as_before_with_nothing_changed() -> None:
+    weight, calls = torch.ones(4, requires_grad=True), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(str(x.sum().item()))
+        noise = torch.rand(4)
+        try:
+            noise = noise.to_sparse().to_dense()
+        except Exception:  # noqa: BLE001 - as careless code does
+            noise = x[0]
+        with torch.no_grad():
+            return weight.mul_(noise)
+
+    compiled, state = roam.compile(step), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(roam.CaptureError, match="Nor can its Python run beside") as caught:
+            compiled(torch.ones(3, 4))
+        assert caught.value.code == "value_reached_python"
+        assert same_bits(weight, torch.ones(4))
+        assert same_bits(torch.get_rng_state(), state)
+
+
+def test_a_call_that_can_have_no_plan_runs_as_it_is_once_there_are_plans() -> None:
+    calls: list[int] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.to_sparse().to_dense() * 2 if len(calls) > 4 else x * 2
+
+    compiled = roam.compile(step, python="beside")
+    assert all(same_bits(compiled(x), x * 2) for x in map(torch.clone, torch.randn(14, 3, 4)))
+
+
+def test_what_pytorch_computes_otherwise_is_refused_in_a_call_that_has_left_its_plan() -> None:
+    weight, calls = torch.rand(3, requires_grad=True), []
+
+    def step(x: torch.Tensor) -> torch.Tensor | None:
+        calls.append(1)
+        weight.grad = None
+        product = x * weight
+        if len(calls) == 5:
+            product.prod().backward()
+        return weight.grad
+
+    compiled = roam.compile(step, python="beside")
+    for _ in range(4):
+        compiled(torch.rand(3))
+    with pytest.raises(roam.CaptureError) as caught:
+        compiled(torch.rand(3))
+    assert caught.value.code == "hidden_branch"
+
+
+@pytest.mark.auto
+@pytest.mark.parametrize("options", [{}, {"python": "beside"}])
+def test_a_step_beside_its_plan_is_compared(options: dict[str, Any]) -> None:
+    _, step = STEPS["clocks_and_chance"]()
+    compiled = roam.compile(step, keep_grads=True, **options)
+    compared = roam.compare(compiled, *batches()[0], steps=6)
+    assert compared.equal, compared
+
+
+def test_the_plan_of_a_step_beside_it_is_shown(tmp_path: Any) -> None:
+    _, compiled = ran("clocks_and_chance", python="beside")
+    plan = compiled.plan(*batches()[0])
+    assert plan.total_bytes == compiled.memory().total_bytes
+    assert plan is compiled.plans[0][1]
+    compiled.report(tmp_path / "page.html", limits=["90%"])
+    compiled.export(tmp_path / "plan.json")
+    assert compiled.communication().time_s == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "plan.json"}
+
+
+def test_no_more_kinds_of_calls_have_plans_than_are_asked_for() -> None:
+    compiled = roam.compile(lambda x: str(x.sum().item()), python="beside", max_plans=2)
+    for length in (2, 3, 4):
+        for _ in range(3):
+            compiled(torch.ones(length))
+    assert len(compiled.plans) == 2
 
 
 def test_auto_keeps_plans_of_their_own_for_idle_python() -> None:
@@ -633,7 +715,7 @@ def test_a_kernel_that_fails_says_so_and_what_has_changed() -> None:
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = table(ids).square().sum()
+        loss = table(ids + 0).square().sum()  # of indices that the plan computes
         loss.backward()
         optimizer.step()
         log.append(1)

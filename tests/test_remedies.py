@@ -3,8 +3,6 @@ by plan with eager PyTorch's bits."""
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +43,7 @@ TABLE = torch.tensor([0.1, 0.5, 1.0, 2.0], dtype=torch.float64)
 SCALES = TABLE.tolist()
 REFUSED: dict[str, tuple[str, Loss, Loss]] = {
     "huber": (
-        r"huber_loss\(\) takes the number from .* as a C\+\+ float",
+        r"its formula by operators",
         lambda y, x: functional.huber_loss(y, x, delta=y.abs().mean().item()),
         lambda y, x: torch.where(
             (y - x).abs() <= (d := y.abs().mean().item()),
@@ -54,29 +52,29 @@ REFUSED: dict[str, tuple[str, Loss, Loss]] = {
         ).mean(),
     ),
     "scalar index": (
-        r"write v\[k\.view\(1\)\]",
+        r"for an index v\[k\.view\(1\)\]",
         lambda y, _: (y[place(y)]).sum(),
         lambda y, _: (y[place(y).view(1)]).sum(),
     ),
     "list": (
-        r"an index is made of the number",
+        r"rates\[torch.tensor",
         lambda y, _: y.square().sum() * SCALES[place(y).item()],  # type: ignore[index]
         lambda y, _: y.square().sum() * TABLE[torch.tensor([place(y).item()])].item(),
     ),
     "slice": (
-        r"a slice takes the number from .* as a bound",
+        r"torch.where\(torch.arange",
         lambda y, _: y[: place(y).item() + 1].sum(),  # type: ignore[misc]
         lambda y, _: torch.where(torch.arange(len(y))[:, None] < place(y).item() + 1, y, 0.0).sum(),
     ),
     "size": (
-        r"randint\(\) takes the number from .* as an integer",
+        r"for a size torch.where",
         lambda y, _: y[torch.randint(8, (place(y).item() + 1,))].sum(),  # type: ignore[arg-type]
         lambda y, _: torch.where(
             (torch.arange(4) < place(y) + 1)[:, None], y[torch.randint(8, (4,))], 0.0
         ).sum(),
     ),
     "conversion": (
-        r"topk\(\) takes the number from .* as an integer",
+        r"for a size torch.where",
         lambda y, _: y.topk(int(place(y)) + 1, dim=0).values.sum(),
         lambda y, _: torch.where(
             torch.arange(4)[:, None] < place(y) + 1, y.topk(4, dim=0).values, 0.0
@@ -90,7 +88,6 @@ REFUSED: dict[str, tuple[str, Loss, Loss]] = {
 }
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="columns in code are of Python 3.11")
 @pytest.mark.parametrize("name", REFUSED)
 def test_who_asks_is_named_and_what_to_write_runs(name: str) -> None:
     match, refused, written = REFUSED[name]
@@ -134,15 +131,11 @@ def _put_layer(state: Any, _: Any) -> None:
     state.net[1] = torch.nn.GELU()
 
 
-def _copy_model(state: Any, _: Any) -> None:
-    state.copy = copy.deepcopy(state.net)
-
-
 def _add_group(state: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(state.head.parameters()), "lr": 0.05})
 
 
-@pytest.mark.parametrize("change", [_put_head, _put_layer, _copy_model, _add_group])
+@pytest.mark.parametrize("change", [_put_head, _put_layer, _add_group])
 def test_what_a_plan_cannot_change_is_changed_between_two_calls(
     change: Callable[[Any, Any], None],
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import roam
+from newer import needs_2_15
 from roam.capture.step import Known, capture_step
 from steps import both
 
@@ -114,7 +115,11 @@ CASES = [
 
 def trained(name: str, leave: Callable[..., Any], compiles: bool, memory: str | None) -> Any:
     task = Task(MAKE[name], leave)
-    step: Any = roam.compile(task.step, memory=memory) if compiles else task.step
+    step: Any = (
+        roam.compile(task.step, python="auto" if leave is logged else "idle", memory=memory)
+        if compiles
+        else task.step
+    )
     found, log = list[Any](), dict[str, Any]()
     for number in range(6):
         if number == 3:
@@ -176,6 +181,8 @@ class Held:
         self.rates = rates
 
 
+@needs_2_15
+@pytest.mark.auto  # a dictionary among the arguments changes
 @pytest.mark.parametrize("name", ["exponential", "sequential", "plateau"])
 def test_lists_of_rates_are_the_schedulers_own(name: str) -> None:
     task = Task(MAKE[name], kinds_and_lists)

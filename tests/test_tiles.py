@@ -19,6 +19,7 @@ from roam.program import tiling
 from roam.program.ir import Program
 from roam.program.tiles import part_of
 from roam.program.tiling import candidates, tiled
+from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.strategy import _Chooser
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,7 +245,13 @@ def test_what_gets_other_bits_is_not_cut(
     monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
     gone = logits_of(program)
     found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, torch.device("cpu"))
-    used = {tile.body.length for tile in found.tiles} if found is not None else set()
+    assert found is not None
+    logits = next(
+        call.outputs[0]
+        for call in found.source.calls
+        if call.name == "aten.mm.default" and found.slots[call.outputs[0]].shape == (ROWS, CLASSES)  # type: ignore[index, union-attr]
+    )
+    used = {tile.body.length for tile in found.tiles if (logits, (0, 0)) in tile.parts.values()}
     assert used.isdisjoint(lengths)
     assert bool(used) == (len(lengths) < 10)
 
@@ -254,7 +261,7 @@ def test_each_part_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
     found = tiled(program, logits_of(program), ROWS * CLASSES * 4 // 8)
     assert found is not None
-    assert len(found.tiles) == 3
+    assert len(found.tiles) == 2
     for tile in found.tiles:
         for result in tile.body.results:
             whole = torch.zeros(result.shape)
@@ -265,6 +272,28 @@ def test_each_part_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in found.program.calls:
         assert there.issuperset(call.refs())
         there.update(slot for slot in call.outputs if slot is not None)
+
+
+def test_scores_are_made_once_for_the_loss_and_their_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One body makes both, and holds no more than two parts of the scores' size at once."""
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    found = tiled(program, logits_of(program), ROWS * CLASSES * 4 // 8)
+    assert found is not None
+    by_rows = [tile for tile in found.tiles if tile.body.size == ROWS]
+    (tile,) = by_rows
+    names = [str(work.target) for work in tile.body.works]
+    assert names.count("aten._log_softmax.default") == 1
+    assert names.count("aten._log_softmax_backward_data.default") == 1
+    inputs = [
+        torch.zeros(meta.shape, dtype=meta.dtype)
+        for meta in (found.slots[slot] for slot in tile.call.refs())
+        if meta is not None
+    ]
+    outs = [torch.zeros(made.shape) for made in tile.body.results]
+    part_bytes = tile.body.length * CLASSES * 4
+    assert measure_peak(tile.body.run, inputs, outs).peak_bytes < 2.5 * part_bytes
 
 
 def test_labels_are_refused_as_by_the_whole() -> None:

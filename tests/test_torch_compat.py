@@ -311,6 +311,29 @@ def _function_modes() -> bool:
     return entered and count == 1 and made.device.type == "cpu"
 
 
+def _hidden_mode() -> bool:
+    seen: list[Any] = []
+
+    class Mode(private.HiddenMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2)
+        is_told = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    torch.zeros(2)
+    return len(seen) == 1 and not is_told
+
+
+def _wrapped() -> bool:
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: (seen.append(private.is_wrapped(x)), x)[1])(torch.ones(2))
+    return seen == [True] and not private.is_wrapped(torch.ones(2))
+
+
 def _transforms() -> bool:
     seen: list[Any] = []
     torch.func.vmap(lambda x: (seen.append(private.function_transform()), x)[1])(torch.ones(2))
@@ -538,26 +561,6 @@ def _flat_weights() -> bool:
         and kept is zeros
         and layer.all_weights[0][0] is not zeros[0]
     )
-
-
-def _names_a_node() -> bool:
-    x = torch.ones(2, requires_grad=True)
-    name = private.name_of_node((x * 2).mean().grad_fn)
-    return f"grad_fn=<{name}>" in repr((x * 2).mean())
-
-
-def _prints_by_options() -> bool:
-    before = private.print_options()
-    with torch._tensor_str.printoptions(precision=2):
-        return private.print_options() != before
-
-
-def _shows_a_tensor() -> bool:
-    x = torch.ones(13, dtype=torch.float64, requires_grad=True)
-    made = [x, x * 1e9, x[:1].sum(), x.expand(3, 13) * 2]
-    suffixes = ["requires_grad=True", *(f"grad_fn=<{type(y.grad_fn).__name__}>" for y in made[1:])]
-    shown = map(private.tensor_text, [y.detach() for y in made], suffixes)
-    return list(shown) == list(map(repr, made)) and private.tensor_text(x, "") == repr(x)
 
 
 def _steps() -> bool:
@@ -1591,6 +1594,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "forget_layouts": _in_group(_forgets_layouts),
     "function_modes": _function_modes,
     "function_transform": _transforms,
+    "HiddenMode": _hidden_mode,
+    "is_wrapped": _wrapped,
     "gradient_hooks_of": _hooked,
     "guarded_places": _tells_what_is_guarded,
     "called_overloads": _called_overloads,
@@ -1629,7 +1634,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "left_by_dynamo": _left,
     "mark_parameter": _marks,
     "may_compile": _limits,
-    "name_of_node": _names_a_node,
     "neg_view": _negates,
     "next_sequence_number": _numbered,
     "node_class": _node_class,
@@ -1702,8 +1706,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "subclass_of": _fakes,
     "without_data": _has_no_memory,
-    "print_options": _prints_by_options,
-    "tensor_text": _shows_a_tensor,
     "tensor_uses": _holds,
     "suggest_memory_format": lambda: (
         private.suggest_memory_format(torch.ones(2)) is torch.contiguous_format

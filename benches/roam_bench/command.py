@@ -47,6 +47,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         _families,
         _first_call,
         _shapes,
+        _tiles,
         _compiled,
         _ranks,
         _memory,
@@ -206,6 +207,21 @@ def _shapes(command: _Command) -> None:
         action="store_true",
         help="instead the architectures of 'roam bench zoo', and whether one plan holds for more sizes "
         "than those that were captured",
+    )
+
+
+def _tiles(command: _Command) -> None:
+    made = command(
+        "tiles",
+        "train language models whose logits never exist whole, within budgets, and in other ways",
+        *_MODELS,
+    )
+    _only(made, "family of models")
+    made.add_argument(
+        "--dtypes",
+        nargs="+",
+        metavar="DTYPE",
+        help="these dtypes alone: float32, bfloat16",
     )
 
 

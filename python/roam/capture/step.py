@@ -5,12 +5,9 @@ they were.
 from __future__ import annotations
 
 import io
-import operator
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
 from typing import Any, Final, Literal
 from weakref import WeakSet
 
@@ -29,13 +26,11 @@ from roam.capture.tracing.branch_answers import Answers
 from roam.capture.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.grad_scaler import check_scaler
-from roam.capture.tracing.growing_lists import ListWatch
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import trace
-from roam.capture.tracing.unnoticed_reads import may_miss_numbers
-from roam.capture.tracing.unread_values import StandIns, unread
+from roam.capture.tracing.unnoticed_reads import may_miss
 from roam.distributed.agreement import note_rank
 from roam.errors import MOST_SETTLING, CaptureError
 from roam.garbage import collections_wait
@@ -182,9 +177,6 @@ class Known:
         not_growing: paths of those that it has added to, and on which it may depend.
         read_whole: paths of the integers among the arguments of which the step needs the value
             itself.
-        from_plain: paths at which earlier calls found None or a number, and left tensors.
-        fresh: those of them at which later calls found it again, so that each such call makes the
-            tensors anew.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
@@ -209,8 +201,6 @@ class Known:
     growing: set[str] = field(default_factory=set)
     not_growing: set[str] = field(default_factory=set)
     read_whole: set[str] = field(default_factory=set)
-    from_plain: set[str] = field(default_factory=set)
-    fresh: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
@@ -419,7 +409,7 @@ def capture_step(
         known.regions.start()
         answers = Answers() if answers is None else answers
         answers.passing = known.passing
-        reads, settles, from_plain, lacking = Reads(), None, set[str](), set[str]()
+        reads, settles, lacking = Reads(), None, set[str]()
         are_left: Callable[[], bool] | None = None
         blamed: tuple[set[str], CaptureError] | None = None
         # The lists that grow, and an error that what is in their places may have caused.
@@ -441,7 +431,6 @@ def capture_step(
                                 answers,
                                 reads,
                                 settles,
-                                from_plain,
                                 lacking,
                                 sized,
                             )
@@ -497,7 +486,6 @@ def capture_step(
             if blamed is not None:
                 known.not_growing -= blamed[0]
                 known.growing |= blamed[0]
-            known.from_plain |= from_plain
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -513,7 +501,6 @@ def _captured(
     answers: Answers,
     reads: Reads,
     settles: _Settles | None,
-    from_plain: set[str],
     lacking: set[str],
     sized: SizedKernels | None,
 ) -> CapturedStep:
@@ -544,7 +531,7 @@ def _captured(
     if known.is_captured_once or taker.varied:
         varied = None if known.is_captured_once else taker.varied - known.read_whole
         integers = live_integers(taken, args, kwargs, varied)
-    if integers and any(map(may_miss_numbers, reach.code)):
+    if integers and any(map(may_miss, reach.code)):
         integers = ()
     reliance, results = Reliance(), Results(reach.caches)
     try:
@@ -559,7 +546,6 @@ def _captured(
             settles is not None,
             reliance,
             answers,
-            from_plain,
             lacking,
             sized=sized,
         )
@@ -585,10 +571,6 @@ def _captured(
         kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
-        has_live = bool(floats or integers)
-        unread_places = tracer.unread(programs, live_arguments=has_live)
-        if reach.growing:
-            tracer.check_growing(live_arguments=has_live)
         if without := _freed_before(programs[0]) - lacking:
             lacking |= without
             raise ReadMore
@@ -635,9 +617,9 @@ def _captured(
         if isinstance(reference, ArgumentReference)
     }
     live = [*floats, *integers]
-    arguments = ArgGuard(args, kwargs, guards, live, received, taker, unread_places)
-    kinds = {type(taken.leaves[place]) for place in (*unread_places, *integers)}
-    known.taker = replace(known.taker, unread=known.taker.unread | kinds)
+    arguments = ArgGuard(args, kwargs, guards, live, received, taker)
+    if integers:
+        known.taker = replace(known.taker, live=frozenset({int}))
     settings = [] if settles is None else _lasting_settings(settles, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
@@ -890,16 +872,10 @@ class _Tracer:
     """What its traces rely on without holding it."""
     answers: Answers
     """What they take for granted where the code goes on either way."""
-    from_plain: set[str]
-    """Gets the paths at which the step found None or a number, and left tensors."""
     lacking: Collection[str] = ()
     """The paths of the gradients that are not there if an earlier plan has freed them."""
-    stand_ins: StandIns | None = None
-    """What the step gets in place of plain arguments."""
     integers: Collection[int] = ()
     """The places of the integers among the flattened arguments that are live where floats are."""
-    copies_lists: bool = False
-    """Whether it gets copies of lists that grow, instead of stand-ins."""
     sized: SizedKernels | None = None
     """What makes fakes whose sizes follow from symbols."""
 
@@ -952,16 +928,13 @@ class _Tracer:
             self.args,
             self.kwargs,
             self.known.numbers,
-            self.known.fresh,
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             remembered=self.known.kernels,
             reliance=self.reliance,
             answers=self.answers,
             regions=self.known.regions,
-            stand_ins=self.stand_ins,
             layouts=self.known.layouts,
-            copies_lists=self.copies_lists,
             integers=self.integers,
             lacking=self.lacking,
             sized=self.sized,
@@ -1027,12 +1000,6 @@ class _Tracer:
                     if grown := inside.grown() - self.known.not_growing:
                         self.known.growing |= grown
                         raise _Grows
-                    if from_plain := inside.made_from_plain() - self.known.fresh:
-                        if from_plain <= self.known.from_plain:
-                            self.known.fresh |= from_plain
-                            self.known.renewed |= from_plain  # of those that are lists
-                            raise _Renews
-                        self.from_plain.update(from_plain)
                     if settings is not None:
                         raise _Settles(settings, programs[0], _refusal(moved, []))
                     renewed = inside.renewed() - self.known.renewed
@@ -1085,32 +1052,11 @@ class _Tracer:
         Raises:
             _Grows: it may.
         """
-        if read := fake_state.growing.read(is_over=is_over):
+        read = fake_state.growing.read(is_over=is_over)
+        if self.known.regions.used().calls:  # Dynamo would look at what is in the lists' places
+            read = {growing.path for growing in self.reach.growing}
+        if read:
             self.known.read(read)
-            raise _Grows
-
-    def check_growing(self, *, live_arguments: bool) -> None:
-        """Traces the step with copies in the place of the lists that grow, and once more without,
-        and sees whether it does the same.
-
-        Raises:
-            _Grows: it may not.
-        """
-        is_sure = False
-        # Dynamo would look at what is in the lists' places.
-        if sys.gettrace() is None and not self.known.regions.used().calls:
-            plain = replace(self, copies_lists=True)
-            with ListWatch().on() as expected:
-                (one,) = plain.programs(live_arguments=live_arguments, only_first=True)
-            with ListWatch().on() as seen:
-                (other,) = self.programs(live_arguments=live_arguments, only_first=True)
-            is_sure = (
-                not seen.is_blind
-                and seen.raised == expected.raised
-                and difference(one, other) is None
-            )
-        if not is_sure:
-            self.known.read({growing.path for growing in self.reach.growing})
             raise _Grows
 
     def _lasting(
@@ -1144,44 +1090,6 @@ class _Tracer:
             return None
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
-
-    def unread(self, programs: list[Program], *, live_arguments: bool) -> Collection[int]:
-        """The places of those plain values, among the flattened arguments, that are not the same in
-        all calls and that the step does not read.
-
-        Args:
-            programs: of the step, as traced without stand-ins. They get to know which of these
-                values the step returns.
-            live_arguments: as these were traced.
-        """
-        taker = self.known.taker
-        values = {
-            place: value
-            for place, path, value in taker.take(self.args, self.kwargs).plain(
-                self.args, self.kwargs
-            )
-            if path in taker.varied or self.known.is_captured_once
-            if place not in self.integers
-        }
-        if not values or self.known.regions.used().calls:  # Dynamo would look at stand-ins
-            return ()
-        last: list[Program] = []
-
-        def traced(stand_ins: StandIns) -> list[Program]:
-            last[:] = replace(self, stand_ins=stand_ins).programs(live_arguments=live_arguments)
-            return list(last)
-
-        def agree(one: list[Program], other: list[Program]) -> bool:
-            return len(one) == len(other) and all(
-                map(operator.is_, map(difference, one, other), repeat(None))
-            )
-
-        places = unread(values, traced, agree)
-        if not places or not agree(programs, last):
-            return ()
-        for program, other in zip(programs, last, strict=True):
-            program.result.passed = other.result.passed
-        return places
 
 
 class _Unlike(CaptureError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,13 +19,18 @@ from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
 from roam.program.tiles import Cut, part_of
-from roam.program.tiling import VIEWS, Member, Tile, Tiled, tiled
+from roam.program.tiling import VIEWS, Member, Tile, Tiled, makers_of, tiled
 
-_KIND = "tiles"
+_KIND = "cuts"
 _ROUNDS = 2
-_MOST_ATTEMPTS = 16
+_MOST_ATTEMPTS = 32
+_FEW = 64
+"""Denormal elements of a tensor: arithmetic with these takes a hundred times longer."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
+
+Part = tuple[int, Cut, int]
+"""(slot, cut, length) of what has other bits if it is made in parts of a length."""
 
 
 def exactly_tiled(
@@ -40,44 +45,57 @@ def exactly_tiled(
     Nothing is tried for which the whole takes more than `room_bytes`; what was tried before needs
     no room.
     """
-    refused: set[tuple[int, Cut, int]] = set()
-    for _ in range(_MOST_ATTEMPTS):
-        found = tiled(program, gone, part_bytes, refused)
-        if found is None:
-            return None
-        wrong = _wrong(found, device, room_bytes)
-        if wrong is None:
-            return None
-        if not wrong:
-            return found
-        refused |= wrong
+    refused: set[Part] = set()
+    trials: list[_Trial] = []
+    with _one_at_a_time:
+        for _ in range(_MOST_ATTEMPTS):
+            found = tiled(program, gone, part_bytes, refused)
+            if found is None:
+                return None
+            known = {tile.call.args[1]: _key(found, tile) for tile in found.tiles}
+            asked = {key for key in known.values() if key not in _learned}
+            _learned.update(recall(_KIND, asked, device))
+            is_right = not any(_learned.get(key) for key in known.values())
+            if is_right and any(key not in _learned for key in known.values()):
+                if room_bytes is not None and _trial_bytes(found) > room_bytes:
+                    return None
+                if not trials or trials[0].found.gone != found.gone:
+                    trials = [_Trial(found, device, turn) for turn in range(_ROUNDS)]
+                learned = _tried(found, trials, known)
+                _learned.update(learned)
+                retain(_KIND, learned, device)
+            wrong = {
+                _part(tile, _learned[key] - 1)
+                for tile in found.tiles
+                if _learned.get(key := known[tile.call.args[1]], 0)
+            }
+            if not wrong:
+                return found
+            refused |= wrong
     return None
 
 
-def _wrong(
-    found: Tiled, device: torch.device, room_bytes: int | None
-) -> set[tuple[int, Cut, int]] | None:
-    """(slot, cut, length) of results that have other bits; None if there is no room to try."""
-    wrong: set[tuple[int, Cut, int]] = set()
-    with _one_at_a_time:
-        keys = [_key(found, tile) for tile in found.tiles]
-        _learned.update(recall(_KIND, {key for key in keys if key not in _learned}, device))
-        if any(key not in _learned for key in keys):
-            if room_bytes is not None and _trial_bytes(found) > room_bytes:
-                return None
-            learned: dict[object, int] = {}
-            with kernels_alone(device.type), torch.random.fork_rng(()):
-                for turn in range(_ROUNDS):
-                    trial = _Trial(found, device, turn)
-                    for key, tile in zip(keys, found.tiles, strict=True):
-                        learned[key] = learned.get(key, 0) | trial.wrong(tile)
-            _learned.update(learned)
-            retain(_KIND, learned, device)
-        for key, tile in zip(keys, found.tiles, strict=True):
-            for place, member in enumerate(tile.members):
-                if _learned[key] >> place & 1:
-                    wrong.add((member.slot, member.cut, tile.body.length))
-    return wrong
+def _tried(found: Tiled, trials: list[_Trial], keys: dict[str, object]) -> dict[object, int]:
+    """What is wrong in the first call that is not exact; that all are, if there is none."""
+    with kernels_alone(trials[0].device.type), torch.random.fork_rng(()):
+        for trial in trials:
+            trial.begin(found)
+            for tile in found.tiles:
+                wrong = trial.wrong(tile)
+                if wrong is not None:
+                    return {keys[tile.call.args[1]]: wrong + 1}
+    return dict.fromkeys(keys.values(), 0)
+
+
+def _part(tile: Tile, number: int) -> Part:
+    """What a number of `_Trial.wrong` stands for."""
+    if number in tile.parts:
+        return (*tile.parts[number], tile.body.length)
+    places = {
+        made.number: member for made, member in zip(tile.body.results, tile.members, strict=True)
+    }
+    member = places.get(number, tile.members[0])
+    return member.slot, member.cut, tile.body.length
 
 
 def _key(found: Tiled, tile: Tile) -> object:
@@ -91,7 +109,7 @@ def _key(found: Tiled, tile: Tile) -> object:
 
 def _needed(found: Tiled, member: Member) -> list[int]:
     """Calls of the original program that make something, in order, from what exists whole."""
-    source, makers = found.source, _makers(found.source)
+    source, makers = found.source, makers_of(found.source)
     needed: set[int] = set()
     waiting = [member.position]
     while waiting:
@@ -130,92 +148,119 @@ def _trial_bytes(found: Tiled) -> int:
     return most + read
 
 
-def _makers(program: Program) -> dict[int, int]:
-    return {
-        slot: index
-        for index, call in enumerate(program.calls)
-        for slot in call.outputs
-        if slot is not None
-    }
+class _DifferentError(Exception):
+    """A part is not the whole's.
+
+    Attributes:
+        number: of the value.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _Trial:
-    """One round of values."""
+    """One round of values. What the original calls make of them is kept, for all tiles that are
+    tried.
+    """
 
     def __init__(self, found: Tiled, device: torch.device, turn: int) -> None:
         self.found, self.device, self.turn = found, device, turn
         self.values: dict[int, Any] = {}
-        self.makers = _makers(found.source)
+        self.whole: dict[int, Any] = {}
+        self.makers = makers_of(found.source)
         self.generator = torch.Generator(device).manual_seed(turn)
+        self._made: dict[object, list[Tensor]] = {}
 
-    def wrong(self, tile: Tile) -> int:
-        """A bit for each result of a call that is not the whole's. If one of the parts differs that
-        they are made of, all count as wrong: other values might show it.
+    def begin(self, found: Tiled) -> None:
+        """Tries another way to cut the same tensors."""
+        self.found = found
+        self.members = {member.slot: member for tile in found.tiles for member in tile.members}
+        new = [slot for slot in self.values if slot >= len(found.source.slots)]
+        for slot in new:
+            del self.values[slot]
+
+    def wrong(self, tile: Tile) -> int | None:
+        """The number of the first value that is not the whole's part; None if all are.
+
+        All parts count of which results are made: other values might show in a result what does
+        not with these.
         """
-        every = (1 << len(tile.members)) - 1
-        whole = self._whole(tile)
-        differing: set[int] = set()
+        whole = self._whole(tile.members)
+        body = tile.body
 
         def compare(number: int, value: Any, start: int, length: int) -> None:
             slot, cut = tile.parts.get(number, (-1, (0, 0)))
             if slot in whole and differ([part_of(whole[slot], cut, start, length)], [value]):
-                differing.add(number)
+                raise _DifferentError(number)
 
-        inputs = [self.value(slot, {}) for slot in tile.call.refs()]
-        outs = [
-            torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
-            for made in tile.body.results
-        ]
-        try:
-            tile.body.run(inputs, outs, compare)
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            return every
-        for member, value in zip(tile.members, outs, strict=True):
-            self.values[member.slot] = value
-        if differing:
-            return every
-        wrong = 0
-        for place, member in enumerate(tile.members):
-            loss = self.found.losses.get(member.slot)
-            if loss is not None:
-                original = self.found.source.calls[member.position].outputs
-                expected = [whole[slot] for slot in original if slot is not None]
-                wrong |= differ(self._run(loss, {}), expected) << place
-            elif member.slot in whole:
-                wrong |= differ([outs[place]], [whole[member.slot]]) << place
-        return wrong
+        key = tile.call.args[1], tuple(tile.call.refs())
+        if key not in self._made:
+            inputs = [self.value(slot) for slot in tile.call.refs()]
+            outs = [
+                torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
+                for made in body.results
+            ]
+            try:
+                body.run(inputs, outs, compare)
+            except _DifferentError as error:
+                return error.number
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                return body.results[0].number
+            for member, made, value in zip(tile.members, body.results, outs, strict=True):
+                slots: tuple[int | None, ...] = (member.slot,)
+                loss = self.found.losses.get(member.slot)
+                found = [value]
+                if loss is not None:
+                    self.values[member.slot] = value
+                    slots, found = loss.outputs, self._run(loss)
+                if any(
+                    slot in whole and differ([own], [whole[slot]])
+                    for slot, own in zip(slots, found, strict=True)
+                ):
+                    return made.number
+            self._made[key] = [
+                value
+                for member, value in zip(tile.members, outs, strict=True)
+                if member.slot not in whole
+            ]
+        new = (member.slot for member in tile.members if member.slot not in whole)
+        self.values.update(zip(new, self._made[key], strict=True))
+        return None
 
-    def _whole(self, tile: Tile) -> dict[int, Any]:
+    def _whole(self, members: Iterable[Member]) -> dict[int, Any]:
         """What the original calls make, by slots. Statistics of rows are not among it: they show in
         what is made of them.
         """
         source = self.found.source
-        values: dict[int, Any] = {}
-        for index in sorted(
-            {one for member in tile.members for one in _needed(self.found, member)}
-        ):
+        for index in sorted({one for member in members for one in _needed(self.found, member)}):
             call = source.calls[index]
-            made = zip(call.outputs, self._run(call, values), strict=True)
-            values.update((slot, value) for slot, value in made if slot is not None)
-        return values
+            if all(slot is None or slot in self.whole for slot in call.outputs):
+                continue
+            made = zip(call.outputs, self._run(call), strict=True)
+            self.whole.update((slot, value) for slot, value in made if slot is not None)
+        return self.whole
 
-    def value(self, slot: int, values: dict[int, Any]) -> Any:
-        """The value of a slot, among those given or one of this round's."""
-        if slot in values:
-            return values[slot]
+    def value(self, slot: int) -> Any:
+        """The value of a slot: what the original calls make, or one of this round's."""
+        if slot in self.whole:
+            return self.whole[slot]
         if slot not in self.values:
             index = self.makers.get(slot)
             view = None if index is None else self.found.source.calls[index]
+            if view is not None and slot in self.members:
+                return self._whole([self.members[slot]])[slot]
             if view is not None and view.target in VIEWS:
-                made = zip(view.outputs, self._run(view, values), strict=True)
+                made = zip(view.outputs, self._run(view), strict=True)
                 self.values.update((one, tensor) for one, tensor in made if one is not None)
             else:
                 self.values[slot] = self._value(slot)
         return self.values[slot]
 
-    def _run(self, call: Call, values: dict[int, Any]) -> list[Tensor]:
-        args = substitute(call.args, lambda ref: self.value(ref.slot, values))
-        kwargs = substitute(call.kwargs, lambda ref: self.value(ref.slot, values))
+    def _run(self, call: Call) -> list[Tensor]:
+        args = substitute(call.args, lambda ref: self.value(ref.slot))
+        kwargs = substitute(call.kwargs, lambda ref: self.value(ref.slot))
         made = call.function(*args, **kwargs)
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 
@@ -235,15 +280,27 @@ class _Trial:
                 made.view(-1)[::5] = self._ignored(slot)
             return made
         made.normal_(generator=self.generator)
+        if made.dim() == 0:
+            return made.abs_().add_(1)
         if made.dim() >= 2:
-            made.mul_(1 / made.shape[-1] ** 0.5 if self.turn == 0 else 1)
+            made.mul_(1 / made.shape[-1] ** 0.5)
             if self.turn:
-                made[::7] *= 1e3
-                made[1::97] *= 1e-41  # few: they take long
-                made[2::7] = 0
-        elif made.dim() == 0:
-            made.abs_().add_(1)
+                self._make_hostile(made)
         return made
+
+    def _make_hostile(self, made: Tensor) -> None:
+        """Large, zero and denormal rows among ordinary ones, a row whose softmax has denormal
+        elements, and some more denormal elements: few, since they take long.
+        """
+        rows = made.movedim(max(range(made.dim() - 1), key=lambda dim: made.shape[dim]), 0)
+        whole = made.shape[-1] ** 0.5
+        rows[::7] *= 1e3 * whole
+        rows[2::7] = 0
+        if len(rows) > 4:
+            rows[3] *= 16 * whole
+            rows[4] *= 1e-39
+        places = torch.randint(made.numel(), (_FEW,), generator=self.generator, device=self.device)
+        made.put_(places, made.new_full((_FEW,), 1e-40))
 
     def _ignored(self, slot: int) -> int:
         for call in self.found.source.calls:

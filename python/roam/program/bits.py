@@ -14,9 +14,20 @@ from roam.torch_compat.private import c_pointer, neg_view, pytree
 def differ(views: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether any element has other bytes."""
     return any(
-        not torch.equal(as_bytes(view), as_bytes(result))
+        not torch.equal(_as_numbers(view), _as_numbers(result))
         for view, result in zip(views, results, strict=True)
     )
+
+
+_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """The elements' bytes as whole numbers, which are compared faster than bytes are."""
+    number = _NUMBERS.get(tensor.element_size())
+    if number is None or tensor.is_conj() or tensor.is_neg():
+        return as_bytes(tensor)
+    return tensor.view(number)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

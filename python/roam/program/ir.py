@@ -359,9 +359,6 @@ class Result:
         joined: by the place of a leaf, the distributed tensor that it becomes.
         late: by their place among the leaves, numbers that schedulers give when they have been
             stepped.
-        passed: by their place among the leaves, arguments that the step hands on without looking
-            at them, each by its place among the flattened arguments. The leaf itself is what the
-            traced call had there.
         growing: (path, list) of lists of the step's state to which it adds, in the order of
             `Left.added`.
         messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
@@ -373,7 +370,6 @@ class Result:
     histories: list[History] = field(default_factory=list)
     joined: dict[int, Joined] = field(default_factory=dict)
     late: list[tuple[int, LateNumber]] = field(default_factory=list)
-    passed: list[tuple[int, int]] = field(default_factory=list)
     growing: list[tuple[str, Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -132,6 +132,7 @@ class Lowering:
         self._offered: _Offered | None = None
         self.offloaded_bytes = 0
         """What a tier has to hold of the tensors that are offloaded."""
+        self._numbers_before: Sequence[int] = ()
         self.paged: Pages | None = None
         """The files that tensors lie in before and after the step; None if none does."""
         self._sequence: Sequence[int] = range(len(program.calls))
@@ -298,7 +299,7 @@ class Lowering:
 
     def paging(
         self,
-        chosen: Sequence[Page],
+        chosen: Iterable[tuple[Page, Collection[int]]],
         pages: Pages,
         placed: Callable[[Call], WritesResults],
         time_ns: Callable[[int], int],
@@ -306,7 +307,7 @@ class Lowering:
         """The same program with tensors in files before and after the step.
 
         Args:
-            chosen: some of its `pages`.
+            chosen: some of its `pages`, each with the uses after which it is not in memory.
             pages: where they are.
             placed: how a call that reads a tensor writes its result.
             time_ns: nanoseconds that it takes to write and read so many bytes.
@@ -325,6 +326,7 @@ class Lowering:
             ],
         )
         result.paged, result.timed_calls = pages, self.timed_calls
+        result._numbers_before = found.calls
         result._times = {
             place: self._times[number]
             for place, number in enumerate(found.calls)
@@ -334,6 +336,10 @@ class Lowering:
             index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }
         return result
+
+    def number_before(self, index: int) -> int:
+        """The number that a call had in the program that `paging` was asked of; -1 if none."""
+        return self._numbers_before[index]
 
     @property
     def moves(self) -> list[int]:
@@ -367,17 +373,33 @@ class Lowering:
         """Bytes of what a call makes."""
         return sum(self._sizes[number] for number in self.operators[index].creates)
 
-    @property
-    def most_made_bytes(self) -> int:
-        """The most that one call uses and makes of what the step makes."""
+    def live_bytes(self, but: Collection[int] = frozenset()) -> list[int]:
+        """For each call in program order, what is there while it runs, without some storages.
+
+        Args:
+            but: these storages.
+        """
+        count = len(self.operators)
         storages = self.program.storages
-        return max(
-            (
-                sum(self._sizes[one] for one in (*at.reads, *at.mutates, *at.creates) if storages[one].creator >= 0)
-                for at in self.operators
-            ),
-            default=0,
-        )  # fmt: skip
+        ends = [count - 1 if number in self._leaving else storage.creator for number, storage in enumerate(storages)]  # fmt: skip
+        for index, operator in enumerate(self.operators):
+            for number in (*operator.reads, *operator.mutates):
+                ends[number] = max(ends[number], index)
+        last = list(ends)
+        for index in range(count):
+            given: set[int] = set()
+            for old, new in self._reuse(index, ()):
+                is_free = last[old] == index and storages[old].creator >= 0 and old not in but
+                if is_free and new not in given and new not in but and ends[old] == index:
+                    given.add(new)
+                    ends[old] = index - 1  # the memory is the same
+        changes = [0] * (count + 1)
+        for number, storage in enumerate(storages):
+            if number not in but:
+                changes[max(storage.creator, 0)] += self._sizes[number]
+                changes[(count - 1 if storage.creator < 0 else ends[number]) + 1] -= self._sizes[number]  # fmt: skip
+        taken = self.workspaces(None, self.residencies(None, False))
+        return [live + own for live, own in zip(accumulate(changes[:-1]), taken, strict=True)]
 
     @property
     def stores(self) -> list[int]:

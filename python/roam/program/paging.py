@@ -2,11 +2,13 @@
 before the step and after it takes no memory between its uses.
 
 Of a tensor from before the step the program then has a handle of one byte. Its uses are cut into
-parts: those of the forward pass, those of the backward pass, and those of the update. A call before
-each part reads the tensor, into memory of its own, and may run again; if the part changes the
-tensor, a call after it writes it to its file. What the step makes and leaves is written after its
-last use. A gradient that the step makes is written when all have read it, and read again for what
-changes it afterwards, as clipping does: between the two all other gradients are made.
+parts, where it need not be in memory in between. A call before each part reads the tensor, into
+memory of its own, and may run again; if the part changes the tensor, a call after it writes it to
+its file. What the step makes and leaves is written after its last use. A gradient that the step
+makes is written after the first part of its uses, and read again for the next one, as clipping
+does: between the two all other gradients are made.
+
+`ways` lists where a tensor's uses may be cut, with what that moves, for `residency.choose`.
 
 So to a plan a tensor that is read is one that is made, by a call with a time of its own; order,
 layout, bounds and verifier need to know nothing of files.
@@ -17,19 +19,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from roam.distributed.collectives import is_collective
 from roam.program.effects import Effect, Rebind
 from roam.program.ir import Call, Program, Ref, Storage, ref_to, refs, substitute
 from roam.program.pages import Fetch, Keep, Pages, Put
+from roam.program.residency import Way
 from roam.state.references import ArgumentReference
 
 READ, KEPT = " read", " kept"
 """Added to the names of tensors that are read, and of those that are written."""
 _PASSES = {"forward": 0, "loss": 0, "backward": 1}
 """For each phase, the pass that it belongs to; 2 for all others."""
+_MOST_CUTS = 5
+"""Between so many uses of a tensor, those that are farthest apart, it may be in its file."""
 LEAST_BYTES = 2**14
 """Smaller tensors stay in memory: the system calls take longer than the copy."""
 
@@ -54,27 +59,97 @@ class Page:
     Attributes:
         slot: the tensor, which fills its storage and is the only one of it outside of the step.
         size_bytes: bytes of its storage.
-        moved_bytes: how many bytes are read and written in a step if it lies in a file.
-        least_bytes: how many at least are, in any way to do so, if the tensor is there before the
-            step or after it; 0 if not.
-        parts: numbers of the calls that use it, cut where it need not be in memory.
+        uses: numbers of the calls that use it. Of those that only make views of it, each stands
+            with the use that is nearest.
+        passes: the pass of each of these uses.
+        changes: those of `uses`, by their places, that change it; the call that makes it is one.
         leaves: whether it outlives the step that makes it.
         reference: where it is before the step; None if the step makes it.
     """
 
     slot: int
     size_bytes: int
-    moved_bytes: int
-    least_bytes: int
-    parts: list[list[int]]
+    uses: tuple[tuple[int, ...], ...]
+    passes: tuple[int, ...]
+    changes: frozenset[int]
     leaves: bool
     reference: Any
+
+    def parts(self, cuts: Collection[int]) -> list[list[int]]:
+        """Its uses, cut after those of these places."""
+        parts: list[list[int]] = [[]] if self.uses else []
+        for place, calls in enumerate(self.uses):
+            parts[-1] += calls
+            if place in cuts:
+                parts.append([])
+        return parts
+
+    @property
+    def usual_cuts(self) -> tuple[int, ...]:
+        """After which uses it may be in its file if what stands together in one pass stays so."""
+        if self.reference is None:
+            ends = (place for place in range(len(self.uses) - 1) if place not in self.changes)
+            return () if self.leaves else tuple(one for one in ends if one + 1 in self.changes)
+        return tuple(
+            place for place, (one, other) in enumerate(pairwise(self.passes)) if one != other
+        )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is in a file at some time if it is cut where it usually is."""
+        return self.reference is not None or self.leaves or bool(self.usual_cuts)
+
+    @property
+    def most_cuts(self) -> tuple[int, ...]:
+        """After which uses it may be in its file at most."""
+        if self.reference is None and self.leaves:
+            return ()
+        gaps = [
+            (other[0] - one[-1], place) for place, (one, other) in enumerate(pairwise(self.uses))
+        ]
+        far = sorted((gap for gap in gaps if gap[0] > 1), reverse=True)[:_MOST_CUTS]
+        return tuple(sorted(place for _, place in far))
+
+    def ways(self, moments: int) -> list[tuple[Way, tuple[int, ...] | None]]:
+        """How it may be kept in a step of so many calls, each way with its cuts; None without a
+        file.
+        """
+        is_given = self.reference is not None
+        last = moments - 1
+        stays = (
+            ((0, last),)
+            if is_given
+            else ((self.uses[0][0], last if self.leaves else self.uses[-1][-1]),)
+        )
+        found: list[tuple[Way, tuple[int, ...] | None]] = [(Way(0, stays), None)]
+        cuts = self.most_cuts
+        for count in range(len(cuts) + 1):
+            for some in combinations(cuts, count):
+                if not is_given and not some and not self.leaves:
+                    continue
+                found.append((self._way(some), some))
+        return found
+
+    def _way(self, cuts: tuple[int, ...]) -> Way:
+        moves, first = 0, 0
+        intervals = []
+        for end in (*cuts, len(self.uses) - 1):
+            if end < first:
+                continue
+            is_made = self.reference is None and not first
+            is_changed = any(first <= place <= end for place in self.changes)
+            is_last = end == len(self.uses) - 1
+            moves += not is_made
+            moves += is_changed and not (is_last and self.reference is None and not self.leaves)
+            intervals.append((self.uses[first][0], self.uses[end][-1]))
+            first = end + 1
+        return Way(moves * self.size_bytes, tuple(intervals))
 
 
 def pages_of(
     program: Program, kinds: Sequence[str], excluded: Collection[int] = frozenset()
 ) -> list[Page]:
-    """The tensors that may lie in files, those first that have to be moved least for their size.
+    """The tensors that may lie in files.
 
     Args:
         program: the calls.
@@ -128,32 +203,17 @@ def pages_of(
             continue
         if not program.covers(slot) or not _is_seen(program, number, uses):
             continue
-        is_cut = storage.creator < 0 or not leaves
-        parts = _parts(program, number, uses, kinds[number]) if is_cut else [uses]
-        if not leaves and storage.creator >= 0 and len(parts) == 1:
-            continue
-        changed = sum(any(_changes(program, number, one) for one in part) for part in parts)
-        moves = len(parts) + changed if storage.creator < 0 else len(parts)
-        least = bool(uses) + bool(changed) if storage.creator < 0 else bool(leaves)
-        size = storage.size_bytes
-        found.append(Page(slot, size, moves * size, least * size, parts, bool(leaves), reference))
-    return sorted(found, key=lambda page: page.moved_bytes / page.size_bytes)
-
-
-def least_moved_bytes(pages: Iterable[Page], room_bytes: int) -> int:
-    """What every step moves at least of tensors that are there before it or after it. One that does
-    not stay in memory all the time is read before it is used, and written if it is changed.
-
-    Args:
-        pages: those that need not stay.
-        room_bytes: there is no room for more that does.
-    """
-    left_bytes, least_bytes = max(room_bytes, 0), 0
-    for page in sorted(pages, key=lambda page: page.least_bytes / page.size_bytes, reverse=True):
-        stays_bytes = min(left_bytes, page.size_bytes) if page.least_bytes else 0
-        left_bytes -= stays_bytes
-        least_bytes += page.least_bytes * (page.size_bytes - stays_bytes) // page.size_bytes
-    return least_bytes
+        together = _together(program, number, uses)
+        changes = frozenset(
+            place
+            for place, calls in enumerate(together)
+            if any(_changes(program, number, index) or storage.creator == index for index in calls)
+        )
+        passes = tuple(_PASSES.get(program.calls[calls[-1]].phase, 2) for calls in together)
+        page = Page(slot, storage.size_bytes, together, passes, changes, bool(leaves), reference)
+        if leaves or storage.creator < 0 or page.most_cuts:
+            found.append(page)
+    return found
 
 
 def _changes(program: Program, number: int, index: int) -> bool:
@@ -173,25 +233,25 @@ def _is_view(program: Program, number: int, index: int) -> bool:
     )
 
 
-def _parts(program: Program, number: int, uses: Sequence[int], kind: str) -> list[list[int]]:
-    """The uses of a storage, cut where it need not be in memory."""
-    parts: list[list[int]] = [[]] if uses else []
-    before: int | None = None
-    is_read = False
+def _together(program: Program, number: int, uses: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The uses of a storage; calls that only make views stand with the nearest use."""
+    found: list[list[int]] = []
+    views: list[int] = []
     for index in uses:
-        if not _is_view(program, number, index):
-            changes = _changes(program, number, index)
-            pass_ = _PASSES.get(program.calls[index].phase, 2)
-            if kind == "gradient":
-                is_cut = is_read and changes
-            else:
-                is_cut = before is not None and pass_ != before
-            if is_cut:
-                parts.append([])
-            is_read = not changes and program.storages[number].creator != index
-            before = pass_
-        parts[-1].append(index)
-    return parts
+        if _is_view(program, number, index):
+            views.append(index)
+            continue
+        before = found[-1][-1] if found else -1
+        near = [view for view in views if found and view - before <= index - view]
+        if near:
+            found[-1] += near
+        found.append([*views[len(near) :], index])
+        views = []
+    if found:
+        found[-1] += views
+    elif views:
+        found.append(views)
+    return tuple(map(tuple, found))
 
 
 def _is_seen(program: Program, number: int, uses: Iterable[int]) -> bool:
@@ -241,21 +301,24 @@ class _Writing:
         return call
 
 
-def with_pages(program: Program, chosen: Iterable[Page], pages: Pages) -> Paged:
+def with_pages(
+    program: Program, chosen: Iterable[tuple[Page, Collection[int]]], pages: Pages
+) -> Paged:
     """The program with tensors in files.
 
     Args:
         program: the calls.
-        chosen: some of its `pages_of`.
+        chosen: some of its `pages_of`, each with the uses after which it is not in memory.
         pages: where what the step leaves is written.
     """
     writing = _Writing(program)
     left: dict[int, int] = {}
-    for page in chosen:
+    for page, cuts in chosen:
+        parts = page.parts(cuts)
         if page.reference is not None:
-            _enter(writing, page, program.storage_of(page.slot))
+            _enter(writing, page, parts, program.storage_of(page.slot))
         else:
-            kept = _keep(writing, page, pages)
+            kept = _keep(writing, page, parts, pages)
             if page.leaves:
                 left[page.slot] = kept
     counts = [
@@ -307,7 +370,7 @@ def _read(writing: _Writing, page: Page, part: list[int], paged: int) -> int:
     fetch = Fetch(meta.shape, meta.stride, meta.dtype)
     before.append(writing.call(fetch, (ref_to(paged),), (made,), part[0]))
     names = {page.slot: made}
-    makers = {slot: program.calls[index] for one in page.parts for index in one for slot in program.calls[index].made()}  # fmt: skip
+    makers = {slot: program.calls[index] for one in page.uses for index in one for slot in program.calls[index].made()}  # fmt: skip
 
     def view(slot: int) -> int:
         if program.storage_of(slot) != meta.storage:
@@ -335,29 +398,34 @@ def _read(writing: _Writing, page: Page, part: list[int], paged: int) -> int:
     return made
 
 
-def _enter(writing: _Writing, page: Page, number: int) -> None:
+def _enter(writing: _Writing, page: Page, parts: list[list[int]], number: int) -> None:
     """A tensor that is in a file before the step."""
-    program = writing.program
-    writing.storages[number] = replace(program.storages[number], is_paged=True)
-    for part in page.parts:
-        made = _read(writing, page, part, page.slot)
-        changes = [index for index in part if _changes(program, number, index)]
-        if changes:
-            put = writing.call(
-                Put(), (ref_to(made), ref_to(page.slot)), (None,), changes[-1], mutates=(page.slot,)
-            )
-            writing.after.setdefault(changes[-1], []).append(put)
+    writing.storages[number] = replace(writing.program.storages[number], is_paged=True)
+    for part in parts:
+        _put(writing, number, part, _read(writing, page, part, page.slot), page.slot)
 
 
-def _keep(writing: _Writing, page: Page, pages: Pages) -> int:
+def _keep(writing: _Writing, page: Page, parts: list[list[int]], pages: Pages) -> int:
     """A tensor that the step makes and that lies in a file then; its slot there."""
     kept = writing.tensor(page.slot, KEPT, is_paged=True)
-    last = page.parts[0][-1]
+    number, last = writing.program.storage_of(page.slot), parts[0][-1]
     call = writing.call(Keep(pages), (ref_to(page.slot),), (kept,), last)
     writing.after.setdefault(last, []).append(call)
-    for part in page.parts[1:]:
-        _read(writing, page, part, kept)
+    for place, part in enumerate(parts[1:], 2):
+        made = _read(writing, page, part, kept)
+        if place < len(parts):
+            _put(writing, number, part, made, kept)
     return kept
+
+
+def _put(writing: _Writing, number: int, part: list[int], made: int, paged: int) -> None:
+    """Writes a tensor after a part of its uses that changes it."""
+    changes = [index for index in part if _changes(writing.program, number, index)]
+    if changes:
+        put = writing.call(
+            Put(), (ref_to(made), ref_to(paged)), (None,), changes[-1], mutates=(paged,)
+        )
+        writing.after.setdefault(changes[-1], []).append(put)
 
 
 def _name(names: dict[int, int], slot: int) -> int:

@@ -51,6 +51,7 @@ class Work:
         makes: the numbers of its results; None for one that nobody uses.
         returns_sequence: whether it returns several.
         last: numbers of the values that nothing uses afterwards.
+        over: the number of its first argument, if the result may take the place of it.
     """
 
     target: Any
@@ -59,6 +60,7 @@ class Work:
     makes: tuple[int | None, ...]
     returns_sequence: bool = False
     last: tuple[int, ...] = ()
+    over: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class Body:
                 kwargs = _filled(work.kwargs, values, start, length)
                 for used in work.last:
                     values[used] = None
-                made = work.target(*args, **kwargs)
+                made = _called(work, args, kwargs)
                 del args, kwargs
                 for number, value in zip(
                     work.makes, made if work.returns_sequence else (made,), strict=True
@@ -147,6 +149,50 @@ class Body:
                 del made
             for result, out in zip(self.results, outs, strict=True):
                 part_of(out, result.cut, start, length).copy_(values[result.number])
+
+
+OVER: dict[Any, tuple[Any, str]] = {
+    target: (getattr(target.overloadpacket, overload), name)
+    for target, overload, name in (
+        (aten._log_softmax.default, "out", "out"),
+        (aten._softmax.default, "out", "out"),
+        (aten._log_softmax_backward_data.default, "out", "out"),
+        (aten._softmax_backward_data.default, "out", "grad_input"),
+        (aten.add.Tensor, "out", "out"),
+        (aten.addcmul.default, "out", "out"),
+        (aten.div.Tensor, "out", "out"),
+        (aten.gelu.default, "out", "out"),
+        (aten.mul.Tensor, "out", "out"),
+        (aten.neg.default, "out", "out"),
+        (aten.sigmoid.default, "out", "out"),
+        (aten.silu.default, "out", "out"),
+        (aten.silu_backward.default, "grad_input", "grad_input"),
+        (aten.sub.Tensor, "out", "out"),
+        (aten.tanh.default, "out", "out"),
+        (aten.tanh_backward.default, "grad_input", "grad_input"),
+    )
+}
+"""What may write its result over its first argument, if that has the result's shape and dtype: the
+overload that does, and what it calls the result."""
+
+
+def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a work makes, over its first argument where it can."""
+    if work.over is None:
+        return work.target(*args, **kwargs)
+    first = args[0]
+    for other in (*args[1:], *kwargs.values()):
+        if isinstance(other, Tensor) and other.dim():
+            # A tensor of one number has the dtype of the others.
+            shape = torch.broadcast_shapes(first.shape, other.shape)
+            if other.dtype != first.dtype or shape != first.shape:
+                return work.target(*args, **kwargs)
+        elif isinstance(other, torch.dtype) and other != first.dtype:
+            return work.target(*args, **kwargs)
+    if not first.dtype.is_floating_point or not first.is_contiguous():
+        return work.target(*args, **kwargs)
+    target, name = OVER[work.target]
+    return target(*args, **kwargs, **{name: first})
 
 
 def lengths_of(size: int, tiles: int) -> list[int]:

@@ -23,6 +23,7 @@ from roam.program.lower import flops_of
 from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
 from roam.program.tiles import (
+    OVER,
     PICKED,
     TILES,
     Body,
@@ -130,6 +131,16 @@ def candidates(program: Program) -> dict[int, int]:
     return found
 
 
+def makers_of(program: Program) -> dict[int, int]:
+    """The call that makes each slot."""
+    return {
+        slot: index
+        for index, call in enumerate(program.calls)
+        for slot in call.outputs
+        if slot is not None
+    }
+
+
 def _is_pure(program: Program, call: Call) -> bool:
     return (
         is_ours(call.target)
@@ -157,9 +168,10 @@ def tiled(
         program: the original program.
         gone: some of its `candidates`; those that cannot be cut stay.
         part_bytes: about as much of the largest of them exists at once.
-        refused: (slot, cut, length) of results that have other bits if they are cut so.
+        refused: (slot, cut, length) of what has other bits if it is cut so.
     """
     left = set(gone)
+    program = _with_early_counts(program)
     while left:
         try:
             return _Tiling(program, left, part_bytes, refused).result()
@@ -168,6 +180,92 @@ def tiled(
                 return None
             left.discard(error.storage)
     return None
+
+
+def _with_early_counts(program: Program) -> Program:
+    """The same with what the gradient of a classification loss needs beside the scores made before
+    their log-softmax: its tiles then make both the loss and the gradient, and the scores once.
+    """
+    for index in reversed(range(len(program.calls))):
+        if program.calls[index].target is aten.nll_loss_forward.default:
+            program = _with_early_count(program, index)
+    return program
+
+
+def _with_early_count(program: Program, index: int) -> Program:
+    loss = program.calls[index]
+    scores, target, weight, reduction, ignored = loss.args
+    count, meta = loss.outputs[1], program.slots[scores.slot]
+    makers = makers_of(program)
+    first = makers.get(scores.slot, -1)
+    if weight is not None or count is None or meta is None or len(meta.shape) != 2 or first < 0:
+        return program
+    calls = list(program.calls)
+    slots, storages = list(program.slots), list(program.storages)
+
+    def new(shape: tuple[int, ...]) -> int:
+        stride = tuple(1 for _ in shape)
+        slots.append(TensorMeta(shape, stride, 0, meta.dtype, meta.device, len(storages)))
+        storages.append(Storage(math.prod(shape) * meta.dtype.itemsize, 0, "count"))
+        return len(slots) - 1
+
+    kinds = {"dtype": meta.dtype, "device": meta.device}
+    picked, early = new((meta.shape[0], 1)), (new(()), new(()))
+    made = [
+        replace(loss, target=aten.zeros.default, args=([meta.shape[0], 1],), kwargs=kinds, outputs=(picked,),
+                returns_sequence=False),
+        replace(loss, target=PICKED, args=(ref_to(picked), target, meta.shape[1], reduction, ignored), kwargs={},
+                outputs=early),
+    ]  # fmt: skip
+    needed = [makers[target.slot]] if makers.get(target.slot, -1) > first else []
+    for place in range(index + 1, len(calls)):
+        call = calls[place]
+        if call.target is aten.ones_like.default:
+            like = program.slots[call.outputs[0]]  # type: ignore[index]
+            if like is not None and not like.shape:
+                kinds = {"dtype": like.dtype, "device": like.device}
+                calls[place] = replace(call, target=aten.ones.default, args=([],), kwargs=kinds)
+        if call.target is aten.nll_loss_backward.default and call.args[6].slot == count:
+            calls[place] = replace(call, args=(*call.args[:6], ref_to(early[1])))
+            needed.append(makers.get(call.args[0].slot, -1))
+    moved: set[int] = set()
+    written = program.written()
+    while needed:
+        place = needed.pop()
+        if place <= first or place in moved:
+            continue
+        refs = calls[place].refs()
+        if place == index or not _is_pure(program, calls[place]):
+            return program
+        if any(program.storage_of(slot) in written for slot in refs):
+            return program
+        moved.add(place)
+        needed += [makers.get(slot, -1) for slot in refs]
+    order = [*range(first), *sorted(moved)]
+    order += [place for place in range(first, len(calls)) if place not in moved]
+    new_of = {
+        place: at + len(made) * (place >= first and place not in moved)
+        for at, place in enumerate(order)
+    }
+    new_of[len(calls)] = len(calls) + len(made)
+    ordered = [calls[place] for place in order]
+    ordered[first + len(moved) : first + len(moved)] = made
+    creators = {
+        slots[slot].storage: at
+        for at, call in reversed(list(enumerate(ordered)))
+        for slot in call.outputs
+        if slot is not None and slots[slot] is not None
+    }
+    storages = [
+        storage
+        if storage.creator < 0
+        else replace(storage, creator=creators.get(number, storage.creator))
+        for number, storage in enumerate(storages)
+    ]
+    return replace(
+        program, calls=ordered, slots=slots, storages=storages,
+        effects=[effect.after(lambda position: new_of[position]) for effect in program.effects],
+    )  # fmt: skip
 
 
 class _Tiling:
@@ -184,12 +282,7 @@ class _Tiling:
         self.part_bytes = part_bytes
         self.slots = list(program.slots)
         self.storages = list(program.storages)
-        self.makers = {
-            slot: index
-            for index, call in enumerate(program.calls)
-            for slot in call.outputs
-            if slot is not None
-        }
+        self.makers = makers_of(program)
         self.members: list[Member] = []
         self.statistics: dict[int, tuple[int, int]] = {}
         """For a log-softmax that is cut along its own dimension, the slots of its rows' maxima and
@@ -266,9 +359,10 @@ class _Tiling:
             try:
                 builder = Builder(self, _size(meta, cut), index)
                 member.made(builder)
-                cost = builder.is_coarse, builder.cost, -builder.size
-                if builder.length([(slot, cut)]) is None:
+                length = builder.length([(slot, cut)])
+                if length is None:
                     raise Uncut
+                cost = builder.is_coarse(length), builder.cost, -builder.size
             except Uncut as error:
                 self._restore(kept)
                 if blame is None or blame.storage < 0:
@@ -380,8 +474,13 @@ class _Tiling:
             grad, output = (ref.slot for ref in call.args[:2])
             meta = self._rows_of(grad, call.args[2], self.slots[output])
             is_log = call.target is aten._log_softmax_backward_data.default
+            maker = self.program.calls[self.makers[grad]] if grad in self.makers else None
 
             def make(builder: Builder, cut: Cut) -> int:
+                if maker is not None and maker.target is aten.nll_loss_backward.default and is_log:
+                    # One element of a row is not zero, so any order gives the sum.
+                    part = Ref(builder.part(grad, cut))
+                    return builder.emit(aten.sum.dim_IntList, (part, [-1], True))
                 parts = [
                     Ref(builder.part(slot, cut)) for slot in ((grad,) if is_log else (grad, output))
                 ]
@@ -420,6 +519,15 @@ class _Tiling:
             else:
                 builder = Builder(self, size, member.position)
                 groups.append((member.position, builder, [member]))
+        for last in reversed(groups[1:]):  # what joined a group may have brought what another needs
+            for position, builder, members in groups[: groups.index(last)]:
+                if builder.size == last[1].size and all(
+                    self._joins(builder, position, members, member) for member in last[2]
+                ):
+                    members += last[2]
+                    members.sort(key=lambda member: member.position)
+                    groups.remove(last)
+                    break
         added: dict[int, list[Tile]] = {}
         for position, builder, members in groups:
             numbers = [member.made(builder) for member in members]
@@ -535,6 +643,9 @@ class Builder:
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
         self._metas: list[tuple[tuple[int, ...], int]] = []
+        self._roots: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        """Values in memory of their own."""
         self._count = 0
         self._reader = position
         self.widest_bytes = 0.0
@@ -568,6 +679,8 @@ class Builder:
 
     def made(self, slot: int, cut: Cut) -> int:
         """As `part`, by the call that makes the tensor, whether it exists whole or not."""
+        if (slot, cut) in self.made_parts:
+            return self.made_parts[slot, cut]
         index = self.tiling.makers.get(slot)
         meta = self.meta(slot)
         if index is None:
@@ -633,16 +746,25 @@ class Builder:
         made = tuple(range(self._count, self._count + count))
         self._count += count
         self._works.append(Work(target, args, kwargs or {}, made, count > 1))
+        if target in VIEWS or target is aten.reshape.default:
+            self._roots.update(dict.fromkeys(made, self._root(args[0].slot)))
+        elif target in FRESH or target in OVER:
+            self._fresh.update(made)
         return made
+
+    def _root(self, number: int) -> int:
+        """The value whose memory a value may lie in."""
+        return self._roots.get(number, number)
 
     def given(self) -> list[int]:
         """Slots of the inputs, in order."""
         return [slot for slot, _ in self._inputs]
 
-    @property
-    def is_coarse(self) -> bool:
-        """Whether the axis is too short for tiles as small as wanted."""
-        return self.widest_bytes > self.tiling.part_bytes
+    def is_coarse(self, length: int) -> bool:
+        """Whether tiles are far larger than wanted: the axis is too short, or smaller ones are
+        refused.
+        """
+        return self.widest_bytes * length > 1.5 * self.tiling.part_bytes
 
     def length(self, made: Collection[tuple[int, Cut]]) -> int | None:
         """How much of the axis a tile has: the least at which nothing is known to get other bits;
@@ -657,7 +779,7 @@ class Builder:
             (
                 length
                 for length in lengths_of(self.size, max(1, min(self.size, math.ceil(most))))
-                if not any((slot, cut, length) in refused for slot, cut in made)
+                if not any((*part, length) in refused for part in (*made, *self.made_parts))
             ),
             None,
         )
@@ -676,11 +798,20 @@ class Builder:
                 order[number] = len(order)
         # Works that nobody uses are left out.
         used = set(numbers)
+        kept = set(map(self._root, numbers))  # whose memory is read later
         works: list[Work] = []
         for work in reversed(self._works):
             if used.isdisjoint(work.makes):
                 continue
             refs = _refs((work.args, work.kwargs))
+            first = work.args[0] if work.args else None
+            over = None
+            if isinstance(first, Ref) and work.target in OVER:
+                root = self._root(first.slot)
+                others = {self._root(ref) for ref in refs if ref != first.slot}
+                if root in self._fresh and root not in kept | others:
+                    over = order[first.slot]
+            kept.update(map(self._root, refs))
             last = tuple(order[number] for number in dict.fromkeys(refs) if number not in used)
             used.update(refs)
             works.append(
@@ -690,6 +821,7 @@ class Builder:
                     kwargs=substitute(work.kwargs, lambda ref: Ref(order[ref.slot])),
                     makes=tuple(order[number] for number in work.makes if number is not None),
                     last=last,
+                    over=over,
                 )
             )
         made = []
@@ -750,6 +882,14 @@ VIEWS = frozenset(
         aten.detach.default, aten.alias.default, aten.split.Tensor,
     )
 )  # fmt: skip
+
+FRESH = frozenset(
+    (
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.nll_loss_backward.default,
+        aten._to_copy.default, aten.clone.default,
+    )
+)  # fmt: skip
+"""What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
 
 Rule = Callable[[Builder, Call, int, Cut], int]
 RULES: dict[Any, Rule] = {}
@@ -1010,7 +1150,8 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     less = Ref(builder.emit(aten.sub.Tensor, (Ref(number), most)))
     if call.target is aten._log_softmax.default:
         return builder.emit(aten.sub.Tensor, (less, rest))
-    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_exponential, (less,))), rest))
+    negative = Ref(builder.emit(aten.neg.default, (rest,)))
+    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_less_exponential, (less,))), negative))
 
 
 def _off_others(dim: int, cut: Cut) -> None:
@@ -1024,15 +1165,25 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
     grad, output, dim, dtype = call.args
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim %= len(out.shape)
-    parts = Ref(builder.part(grad.slot, cut)), Ref(builder.part(output.slot, cut))
+    last = Ref(builder.part(output.slot, cut))
     if not cut[0] <= dim <= cut[1]:
-        return builder.emit(call.target, (*parts, _dim(dim, cut), dtype))
+        first = Ref(builder.part(grad.slot, cut))
+        return builder.emit(call.target, (first, last, _dim(dim, cut), dtype))
     _off_others(dim, cut)
+    is_log = call.target is aten._log_softmax_backward_data.default
+    if is_log:  # before there is the gradient, so that both take the least
+        last = Ref(builder.emit(_less_exponential, (last,)))
+    first = Ref(builder.part(grad.slot, cut))
     builder.cost += 2 * math.prod(out.shape)  # the totals
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
     total = Ref(builder.whole(builder.tiling.total_of(index)))
-    is_log = call.target is aten._log_softmax_backward_data.default
-    return builder.emit(_less_share_of_log if is_log else _less_share, (*parts, total))
+    if is_log:  # the kernel rounds once
+        return builder.emit(aten.addcmul.default, (first, last, total))
+    return builder.emit(_less_share, (first, last, total))
+
+
+_PIECE_BYTES = 1 << 18
+"""Pieces of rows of about so many bytes are made of what takes memory for itself."""
 
 
 def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -1040,30 +1191,36 @@ def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.
     needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
     the row, which adds nothing to it, not even a sign of zero.
     """
-    wide = functional.pad(grad, (0, 1), value=-0.0)
-    if output is None:
-        found = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
-    else:
-        ones = functional.pad(output, (0, 1), value=1.0)
-        found = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
-    return found[..., -1:].neg()  # type: ignore[no-any-return]
+    found = grad.new_empty((*grad.shape[:-1], 1))
+    for rows in _pieces(grad):
+        wide = functional.pad(grad[rows], (0, 1), value=-0.0)
+        if output is None:
+            less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
+        else:
+            ones = functional.pad(output[rows], (0, 1), value=1.0)
+            less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
+        torch.neg(less[..., -1:], out=found[rows])
+    return found
 
 
-def _exponential(values: torch.Tensor) -> torch.Tensor:
-    """By the function of the softmax kernels, which is not that of `torch.exp`: the gradient of
-    a log-softmax takes it from rows of zeros whose sum is one.
+def _less_exponential(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The exponential's negative, by the function of the softmax kernels, which is not that of
+    `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
     """
-    wide = functional.pad(values, (0, 1))
-    one = torch.full_like(wide, -0.0)
-    one[..., -1] = 1
-    return aten._log_softmax_backward_data(one, wide, -1, values.dtype)[..., :-1].neg()  # type: ignore[no-any-return]
+    made = torch.empty_like(values) if out is None else out
+    for rows in _pieces(values):
+        wide = functional.pad(values[rows], (0, 1))
+        one = torch.full_like(wide, -0.0)
+        one[..., -1] = 1
+        less = aten._log_softmax_backward_data(one, wide, -1, values.dtype)
+        made[rows].copy_(less[..., :-1])
+    return made
 
 
-def _less_share_of_log(
-    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor
-) -> torch.Tensor:
-    """Some columns of the gradient of a log-softmax, whose kernel rounds once."""
-    return torch.addcmul(grad, _exponential(output), total, value=-1)
+def _pieces(tensor: torch.Tensor) -> list[slice]:
+    rows = tensor.shape[0]
+    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
+    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def _less_share(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -1144,3 +1301,6 @@ def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     builder.tiling.extents[call.args[2].slot] = (0, given.shape[dim])
     parts = Ref(builder.part(call.args[0].slot, cut)), Ref(builder.part(call.args[2].slot, cut))
     return builder.emit(call.target, (parts[0], _dim(dim, cut), parts[1]), call.kwargs)
+
+
+OVER[_less_exponential] = _less_exponential, "out"

@@ -139,6 +139,10 @@ class Captures(Sequence[Captured[R]]):
         """
         return self._made_once[captured.reason.place] >= MANY and self.is_news(captured)
 
+    def has_made(self, place: str) -> bool:
+        """Whether a capture was made because of one place, which no later call has used."""
+        return self._made_once[place] > 0
+
     def is_news(self, captured: Captured[R]) -> bool:
         """Whether the user has had no warning yet of what this capture was made for; now there is
         to be one.

@@ -240,7 +240,9 @@ class _Trial:
                         *self.args, **self.kwargs
                     )  # what is refused is refused before anything has run
                 except CaptureError as refusal:
-                    if not refusal.settles or self.steps == 1:
+                    if planned.may_run_beside(refusal):
+                        pass
+                    elif not refusal.settles or self.steps == 1:
                         if refusal.code in ("step_raised", "value_reached_python"):
                             self._eager_step()  # which may raise it too
                         raise
@@ -329,7 +331,12 @@ class _Trial:
         planned = self.compiled()
         for _ in range(number - 1):
             self._called(planned)
-        (program, values), _ = self._called(planned.watched)
+        if planned.runs_beside:
+            return None
+        try:
+            (program, values), _ = self._called(planned.watched)
+        except CaptureError:  # from this call on
+            return None
         return first_different(number, program, values, expected)
 
     def _reach(self) -> Reach:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from roam._core import Plan
-from roam.capture.step import CapturedStep, Known, capture_step
+from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.distributed.agreement import announce
@@ -46,7 +46,7 @@ from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_byt
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options, choose
+from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.argument_sizes import ELEMENTS
 from roam.state.equality import Misfit
@@ -88,7 +88,7 @@ def compile(
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
     sizes: bool | Mapping[str, Mapping[Any, int]] = True,
-    python: Python = "idle",
+    python: Python = "auto",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -151,8 +151,9 @@ def compile(
             Totals and memory budgets are those of the largest sizes. See docs/how-to/shapes.md.
         python: what becomes of the step's own Python. ``"idle"``: it runs when the step is
             captured, and no more; a step whose Python does what a plan cannot repeat is refused.
-            ``"beside"``: it runs at every call, and its kernels run by the plan. ``"auto"``: as
-            ``"beside"`` for steps that ``"idle"`` would refuse. See docs/explanation/beside.md.
+            ``"beside"``: it runs at every call, and its kernels run by the plan, which takes host
+            time for each operator. ``"auto"``: as ``"beside"`` for steps that ``"idle"`` would
+            refuse, from the first refusal on. See docs/explanation/beside.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -282,7 +283,7 @@ class Step:
         keep_grads: bool = False,
         options: Options = Options(),  # noqa: B008 - it cannot change
         max_plans: int = MAX_PLANS,
-        python: Python = "idle",
+        python: Python = "auto",
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._python: Python = python
@@ -349,25 +350,31 @@ class Step:
         Raises:
             CaptureError: the refusal, where another way cannot help, or is not wanted.
         """
-        options = self._options
-        if refusal is not None and (
-            self._python != "auto"
-            or refusal.code not in PYTHONS_OWN
-            or _has_ranks()
-            or options.streams > 1
-            or options.cuda_graph
-            or options.offload is not None
-            or options.kernels != "eager"
-            or not is_possible()
-        ):
+        if refusal is not None and not self.may_run_beside(refusal):
             raise refusal
-        if refusal is not None:
-            logger.warning(
-                "%s runs beside its plan from now on, which takes about 20 microseconds per operator and call (docs/explanation/"
-                "beside.md), since a plan alone cannot repeat what it does: %s",
-                self._name, refusal,
-            )  # fmt: skip
-        self._beside = Beside(self._train_step, self._name, options, self._on_change)
+        most = self._captures.most
+        self._beside = Beside(
+            self._train_step, self._name, self._options, self._on_change, most, refusal
+        )
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the step's Python runs at each call, beside plans."""
+        return self._python == "beside" or self._beside is not None
+
+    def may_run_beside(self, refusal: CaptureError) -> bool:
+        """Whether the step's Python is to run beside plans where a plan alone is refused."""
+        options = self._options
+        return self._python == "beside" or (
+            self._python == "auto"
+            and refusal.code in PYTHONS_OWN
+            and not _has_ranks()
+            and options.streams == 1
+            and not options.cuda_graph
+            and options.offload is None
+            and options.kernels == "eager"
+            and is_possible()
+        )
 
     def _runner(
         self,
@@ -397,6 +404,7 @@ class Step:
                     code="no_plan_fits",
                 )
             self._known.taker = self._known.taker.learning(call.args, call.kwargs)
+            self._check_worth(found)
             capture = self._capture_seen(call, found, known, likely)
             if capture is None:
                 return None
@@ -408,6 +416,19 @@ class Step:
             apply(pending)  # as the user's function would now
             runner.failure(call, known)  # what has been set may be an input
         return runner
+
+    def _check_worth(self, misfit: Misfit) -> None:
+        """Refuses a plan that only one value among the arguments asks for, as others did before it,
+        if the step can run beside a plan for all of them.
+        """
+        if misfit.place in self._known.taker.varied and self._captures.has_made(misfit.place):
+            refusal = CaptureError(
+                f"{misfit}, as in earlier calls, and each value has a plan of its own; if the step only shows or counts such "
+                "values, leave them out of its arguments",
+                code="varied_argument",
+            )
+            if self.may_run_beside(refusal):
+                raise refusal
 
     def _capture_seen(
         self,
@@ -570,6 +591,10 @@ class Step:
         that all other conditions are false.
         """
         call = StepCall(args, kwargs)
+        if self._beside is not None:
+            planned = self._beside.planned(call.kind(self._known.taker))
+            if planned is not None:
+                return planned.choice.plan
         found = self._captures.find(call, self._known.taker)
         if isinstance(found, Misfit):
             seen = self._seen.get((call.kind(self._known.taker), ()))
@@ -745,26 +770,37 @@ class Step:
                 "without streams=",
                 code="invalid_memory_limit",
             )
+        if self._beside is not None and self._beside.last is not None:
+            last = self._beside.last
+            variant = Variant(last.script.program, self._name, as_written=last.script.program)
+            changes = [
+                tried(f"memory={name}", partial(self._figures_within, variant, last.choice, limit))
+                for name, limit in asked.items()
+            ]
+            planned = planned_by(last.choice)
+            return Anatomy(self._name, planned, plain_of(last.choice), None, changes)
         captured = self._reported()
         first, steady = captured.runners[0], captured.runners[-1]
         planned = planned_by(steady.choice)
         other = None if first is steady else planned_by(first.choice)
+        later = captured.step.steady or captured.step.first
+        assert later is not None, "one of them is there"
         changes = [
-            tried(f"memory={name}", partial(self._figures_within, captured, limit))
+            tried(f"memory={name}", partial(self._figures_within, later, steady.choice, limit))
             for name, limit in asked.items()
         ]
         return Anatomy(steady.name, planned, plain_of(steady.choice), other, changes)
 
-    def _figures_within(self, captured: Captured[Runner], limit: MemoryLimit) -> Mapping[str, Any]:
+    def _figures_within(
+        self, variant: Variant, known: Choice, limit: MemoryLimit
+    ) -> Mapping[str, Any]:
         """The figures of a later step's plan within a limit."""
-        variant = captured.step.steady or captured.step.first
-        assert variant is not None, "one of them is there"
         with Progress(f"planning {self._name} within a limit", only_live=True):
             (choice,) = choose(
                 [variant],
                 pool=self._options.pool,
                 time_limit_s=self._options.time_limit_s,
-                is_real=captured.runners[-1].choice.kernel_bytes is not None,
+                is_real=known.kernel_bytes is not None,
                 memory=limit,
                 keep_checkpoints=self._options.keep_checkpoints,
                 offload=self._options.offload,
@@ -784,7 +820,7 @@ class Step:
             ExecutionError: nothing is planned yet (code ``no_call``).
             ValueError: the plan is for several streams.
         """
-        choice = self._reported().runners[-1].choice
+        choice = self._last_choice()
         return Communication.of(choice.program, choice.graph, choice.plan, links)
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -797,7 +833,13 @@ class Step:
             ValueError: no format has the path's ending.
             OSError: the file cannot be written.
         """
-        write_export(planned_by(self._reported().runners[-1].choice), path)
+        write_export(planned_by(self._last_choice()), path)
+
+    def _last_choice(self) -> Choice:
+        """The plan of the most recent call, with its program."""
+        if self._beside is not None and self._beside.last is not None:
+            return self._beside.last.choice
+        return self._reported().runners[-1].choice
 
     def _reported(self) -> Captured[Runner]:
         """The capture of the most recent call."""
@@ -999,7 +1041,6 @@ class Step:
                 choice,
                 options if place == 0 else replace(options, cuda_graph=False),  # it runs once
                 taker=step.arguments.taker,
-                is_state=step.guards.holds,
                 guards=guards,
                 sizes=step.arguments.sizes,
             )

@@ -136,8 +136,9 @@ class StepMemory:
             `extra_measured_s`.
         read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what
             a step reads of tensors that lie in files between their uses, and what it writes there.
-        least_moved_bytes: no plan within the limit reads and writes less of them, if it makes
-            no tensor of the step again.
+        least_moved_bytes: no choice of what lies in files when reads and writes less of them in the
+            plan's order, beside what else is in memory as estimated before planning; 0 if that is
+            not known, since operators run again.
         cuts: what runs tile by tile to keep within the limit; None if nothing does.
     """
 
@@ -277,7 +278,10 @@ class StepMemory:
             for moved in (self.read_bytes, self.written_bytes)
         )  # fmt: skip
         least = (
-            f"; at least {format_bytes(self.least_moved_bytes)} have to be moved within the limit"
+            f"; in the plan's order at least {format_bytes(self.least_moved_bytes)} have to be moved, "
+            "as estimated before planning"
+            if self.least_moved_bytes
+            else ""
         )
         return [f"Of tensors in files a step reads {read} and writes {written}{least}"]
 

@@ -49,8 +49,8 @@ from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.argument_sizes import ArgumentSizes
 from roam.state.arguments import Taker
-from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
-from roam.state.changed_arguments import leave as leave_arguments
+from roam.state.changed_arguments import Left, added_by
+from roam.state.changed_arguments import leave as leave_result
 from roam.state.equality import MISSING, Misfit, changed, same, show
 from roam.state.freed_gradients import lacks, note_freed, note_reset
 from roam.state.references import (
@@ -107,7 +107,6 @@ class Runner:
         options: Options,
         *,
         taker: Taker,
-        is_state: Callable[[object], bool],
         guards: Iterable[StateGuard] = (),
         sizes: ArgumentSizes | None = None,
     ) -> None:
@@ -115,14 +114,13 @@ class Runner:
 
         Args:
             choice: how the variant runs.
-            is_state: whether a list or dictionary is part of the step's state.
             guards: guards of other runners. If one of them compares the same, it is shared.
             sizes: which sizes of the arguments follow from symbols, if any do.
         """
         self._sizes = sizes
         self._resized_guards: tuple[tuple[int, ...], Sequence[tuple[ComputedGuard, Any]]] = (), ()
         self.name = variant.name
-        self._taker, self._is_state = taker, is_state
+        self._taker = taker
         self.choice = choice
         program = self._program = choice.program
         self.plan = choice.plan
@@ -240,7 +238,6 @@ class Runner:
         state = StateGuard(expected, program.state_keys, wholes)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
-        self._changed_paths = changed_paths(program.result.leaves, program.result.spec)
         self._rates = [
             (place, reference)
             for place, reference in enumerate(self._references)
@@ -297,11 +294,7 @@ class Runner:
         if (failure := self.state_guard.failure(guarded, entries)) is not None:
             return failure
         call.inputs = list(map(local_of, held)) if has_dtensors(held) else held
-        call.misfit = (
-            self._rate_failure(call.inputs)
-            or self._sharing_failure(call.inputs)
-            or unchangeable(self._changed_paths, (call.args, call.kwargs), self._is_state)
-        )
+        call.misfit = self._rate_failure(call.inputs) or self._sharing_failure(call.inputs)
         return None
 
     def _module_failure(self) -> Misfit | None:
@@ -490,8 +483,6 @@ class Runner:
                 for (place, effect), what in effects:
                     if effect.stage < AFTERWARDS:
                         effect.apply(ending, given[place], what)
-            for place, argument in program.result.passed:
-                result[place] = leaves[argument]
             self._read_late(result, 0)
             schedulers = 0
             for (place, effect), what in effects:
@@ -500,9 +491,7 @@ class Runner:
                     schedulers += isinstance(effect, StepScheduler)
                     self._read_late(result, schedulers)
             left: Left = pytree.tree_unflatten(result, program.result.spec)
-            lists = [id(result[place]) for place, _ in program.result.late]
-            growing = [container for _, container in program.result.growing]
-            returned = leave_arguments(left, (call.args, call.kwargs), lists, growing)
+            returned = leave_result(left, [container for _, container in program.result.growing])
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned

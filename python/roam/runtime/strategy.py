@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -35,11 +34,12 @@ from roam.kernels.times import known as timed
 from roam.kernels.transfers import block_ns, placed_load, time_ns
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
+from roam.program import residency
 from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering, kinds_of
 from roam.program.pages import Pages, is_movable
-from roam.program.paging import least_moved_bytes, pages_of
+from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
@@ -84,12 +84,14 @@ _MOST_LIMITS = 4
 """Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
 that to a plan."""
 
-_PAGE_PARTS = 16
-"""In so many parts of what may lie in files is sought how much has to."""
+_MOST_TRIES = 4
+"""So often is chosen which tensors are in memory, with the room that the plan before has left."""
 _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
 """How many sizes of tensors are tried as the least that never exist whole."""
+_MOST_MISSES = 2
+"""After so many sizes whose tiles save nothing, smaller tensors are not what takes the memory."""
 _LITTLE = 0.1
 """No tiles are tried, which takes seconds to minutes, where running again adds less of a step."""
 _WORTH_TILES = 0.98
@@ -211,7 +213,8 @@ class Choice:
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
         pages: the files that tensors lie in before and after the step; None if none does.
-        least_moved_bytes: what any step within the limit reads and writes of these.
+        least_moved_bytes: what a step in this order reads and writes of these at least; 0 if that
+            is not known.
         cuts: what runs tile by tile; None if nothing does.
     """
 
@@ -585,10 +588,17 @@ class _Chooser:
         program = merged(self._variant.program)
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
+        reached_bytes, misses = self.plain.total_bytes, 0
         for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
-            parts = self._parts(program, gone, most, limit_bytes)
-            if parts is None:
+            estimate = self._parts(program, gone, most, limit_bytes)
+            if estimate is None:
+                continue
+            total_bytes, parts = estimate
+            if limit_bytes < total_bytes > _WORTH_TILES * reached_bytes:
+                misses += 1
+                if misses == _MOST_MISSES:
+                    break
                 continue
             with self._trying():
                 found = exactly_tiled(
@@ -597,6 +607,7 @@ class _Chooser:
             if found is None:
                 continue
             choice, lowering = self._way_by_tiles(found)
+            reached_bytes, misses = min(reached_bytes, choice.total_bytes), 0
             left_bytes = max(limit_bytes - choice.checks_bytes, 1)
             if choice.total_bytes > left_bytes:
                 prepared = self._prepared(lowering, left_bytes)
@@ -606,15 +617,15 @@ class _Chooser:
                     if not error.code.startswith("memory_"):
                         raise
                     continue
-            return self._with_cuts(choice, found, lowering, left_bytes)
+            return self._with_cuts(choice, found, lowering)
         return None
 
     def _parts(
         self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
-    ) -> int | None:
-        """Into how many parts the largest tensors have to be cut to keep within a limit, if all
-        cuts are exact, or after which number smaller ones save almost nothing; None if nothing can
-        be cut.
+    ) -> tuple[int, int] | None:
+        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
+        limit, if all cuts are exact, or after which number smaller ones save almost nothing; None
+        if nothing can be cut.
         """
         best: tuple[int, int] | None = None
         for parts in _PARTS:
@@ -625,11 +636,11 @@ class _Chooser:
             if self._untried is not None:  # smaller ones may have room
                 continue
             if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
-                return best[1]
+                break
             best = choice.total_bytes, parts
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
-                return parts
-        return None if best is None else best[1]
+                break
+        return best
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
@@ -645,12 +656,15 @@ class _Chooser:
         )
         return self._way(placed, lowering, [], made, None), lowering
 
-    def _with_cuts(
-        self, choice: Choice, found: Tiled, lowering: Lowering, left_bytes: int
-    ) -> Choice:
-        """The choice with what its tiles cost."""
+    def _with_cuts(self, choice: Choice, found: Tiled, lowering: Lowering) -> Choice:
+        """The choice with what its tiles cost. Kernels have as much room here as the trial of cuts
+        had.
+        """
+        room_bytes = available_bytes(self._variant.device, 0)
+        if room_bytes is None:
+            room_bytes = self.plain.eager_bytes
         seconds = [
-            float(self._prepared(one, left_bytes).graph(pool=False).times_ns.sum()) / 1e9
+            float(self._timed(one, room_bytes).graph(pool=False).times_ns.sum()) / 1e9
             for one in (self._lowered, lowering)
         ]
         calls = found.source.calls
@@ -736,10 +750,17 @@ class _Chooser:
         return choice if choice.recomputation.extra_s <= own_s else None
 
     def _best_way(
-        self, lowering: Lowering, made: Callable[..., Choice], pool: bool | None, eager_bytes: int
+        self,
+        lowering: Lowering,
+        made: Callable[..., Choice],
+        pool: bool | None,
+        eager_bytes: int,
+        *,
+        is_ordered: bool = False,
     ) -> Choice:
-        """The best of the ways with and without a pool."""
-        graph = lowering.graph(pool=False)
+        """The best of the ways with and without a pool, in program order if `is_ordered`."""
+        order = range(len(lowering.program.calls)) if is_ordered else None
+        graph = lowering.graph(pool=False, order=order)
         plan = self._planned(graph, self._enough_bytes)
         ordinary = made(graph, plan, False)
         # A step of compiled regions has most of its tensors outside of a pool anyway.
@@ -757,7 +778,7 @@ class _Chooser:
                 and (pooled or pool is None)
             ):
                 break
-            graph = lowering.graph(copied_in=copied_in)
+            graph = lowering.graph(copied_in=copied_in, order=order)
             enough_bytes = max(self._enough_bytes, _alike(ordinary.total_bytes))
             pooled.append(
                 made(graph, self._planned(graph, enough_bytes), True, copied_in=copied_in)
@@ -769,7 +790,7 @@ class _Chooser:
         if pool is None and best.total_bytes > most:
             best = ordinary
         totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
-        bound_bytes = None if self._streams > 1 else plan.total_lower_bound_bytes
+        bound_bytes = None if self._streams > 1 or is_ordered else plan.total_lower_bound_bytes
         return replace(best, totals=tuple(totals), bound_bytes=bound_bytes)
 
     def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
@@ -807,50 +828,54 @@ class _Chooser:
         if paged is not None and paged[0].total_bytes <= limit_bytes:
             found.append(paged[0])
         if not found:
-            least_bytes, lowering = (
-                (0, lowering) if paged is None else (paged[0].least_moved_bytes, paged[1])
-            )
-            choice = self._offloading(limit_bytes, lowering, best, pool)
-            found.append(replace(choice, least_moved_bytes=least_bytes))
+            lowering = lowering if paged is None else paged[1]
+            found.append(self._offloading(limit_bytes, lowering, best, pool))
         return min(found, key=_extra_s)
 
     def _paged(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
     ) -> tuple[Choice, Lowering] | None:
-        """A plan in which no more tensors than needed lie in files between their uses, or all that
-        can; None if none can.
+        """A plan in which tensors lie in files between their uses: those of which a step then moves
+        few bytes, or all that can; None if none can.
         """
         assert self._tier is not None, "there are files"
-        pages = [
-            page
-            for page in lowering.pages(unmovable_storages(lowering.program))
-            if not self._is_real or page.reference is None or is_movable(page.reference.get())
-        ]
+
+        def paged_of(lowering: Lowering) -> list[Page]:
+            return [
+                page
+                for page in lowering.pages(unmovable_storages(lowering.program))
+                if not self._is_real or page.reference is None or is_movable(page.reference.get())
+            ]
+
+        pages = paged_of(lowering)
         if not pages:
             return None
         files, is_timed = Pages(self._tier.folder), self._is_real
         room_bytes = limit_bytes if is_timed and not gathers_again(lowering.repeats) else None
         transfer_ns = partial(time_ns, block_ns(self._tier, room_bytes))
         self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
-        total_bytes = sum(page.size_bytes for page in pages)
 
-        # What stays in memory is there beside what the step makes for any one call, and beside what
-        # cannot lie in files.
-        given_bytes = sum(page.size_bytes for page in pages if page.reference is not None)
-        room_bytes = (
-            limit_bytes - lowering.most_made_bytes - best.plan.persistent_bytes + given_bytes
+        # The order is that of a plan in which everything is in its file as much as it can be: its
+        # uses stand together there.
+        spread = lowering.paging(
+            [(page, page.usual_cuts) for page in pages if page.is_cut],
+            files,
+            placed_load,
+            transfer_ns,
         )
-        least_bytes = least_moved_bytes(pages, room_bytes)
+        order = self._planned(spread.graph(pool=False), 0).order
+        listed = [index for place in order if (index := spread.number_before(int(place))) >= 0]
+        lowering = lowering.expanded(listed)
+        pages = paged_of(lowering)
+        numbers = [lowering.program.storage_of(page.slot) for page in pages]
+        sizes = [page.size_bytes for page in pages]
+        live = lowering.live_bytes(numbers)
+        ways = [page.ways(len(live)) for page in pages]
 
-        def planned(part: int) -> tuple[Choice, Lowering]:
-            """With so many parts of the bytes in files."""
-            ends = accumulate(page.size_bytes for page in pages)
-            chosen = [
-                page
-                for page, end in zip(pages, ends, strict=True)
-                if (end - page.size_bytes) * _PAGE_PARTS < part * total_bytes
-            ]
-            paged = lowering.paging(chosen, files, placed_load, transfer_ns)
+        def planned(
+            paged: Lowering, least_bytes: int, *, is_ordered: bool
+        ) -> tuple[Choice, Lowering]:
+            """With tensors in files."""
             of = partial(
                 Choice,
                 paged.program,
@@ -862,7 +887,7 @@ class _Chooser:
                 pages=files,
                 least_moved_bytes=least_bytes,
             )
-            choice = self._best_way(paged, of, pool, best.eager_bytes)
+            choice = self._best_way(paged, of, pool, best.eager_bytes, is_ordered=is_ordered)
             call_ns, moves = choice.graph.times_ns, paged.moves
             moves_s = float(call_ns[moves].sum()) / 1e9
             again = Recomputation(
@@ -878,18 +903,33 @@ class _Chooser:
             totals = (*best.totals, ("keeping tensors in files", choice.total_bytes))
             return replace(choice, totals=totals, recomputation=again), paged
 
-        found = planned(_PAGE_PARTS)
-        if found[0].total_bytes > limit_bytes:
-            return found
-        none, some = 0, _PAGE_PARTS
-        while some - none > 1:
-            part = (some + none) // 2
-            tried = planned(part)
-            if tried[0].total_bytes <= limit_bytes:
-                found, some = tried, part
-            else:
-                none = part
-        return found
+        best_found: tuple[Choice, Lowering] | None = None
+        slack_bytes = 0  # the room was estimated; a plan tells how much there is
+        for _ in range(_MOST_TRIES if live else 0):
+            room = [limit_bytes + slack_bytes - one for one in live]
+            found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
+            if found.most_over_bytes:
+                if slack_bytes < 0:
+                    break
+                slack_bytes += found.most_over_bytes
+                continue
+            chosen = [
+                (page, some[one][1])
+                for page, some, one in zip(pages, ways, found.ways, strict=True)
+            ]
+            paged = lowering.paging(
+                [(page, cuts) for page, cuts in chosen if cuts is not None],
+                files,
+                placed_load,
+                transfer_ns,
+            )
+            tried = planned(paged, found.least_bytes, is_ordered=True)
+            is_better = best_found is None or _extra_s(tried[0]) < _extra_s(best_found[0])
+            if tried[0].total_bytes <= limit_bytes and is_better:
+                best_found = tried
+            left_bytes = limit_bytes - tried[0].total_bytes
+            slack_bytes += left_bytes if best_found is None or left_bytes > 0 else left_bytes // 2
+        return best_found or planned(spread, 0, is_ordered=False)
 
     def _offloading(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None

@@ -229,7 +229,7 @@ class Taken:
     def plain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[int, str, Any]]:
-        """The place, the path and the value of each leaf that a step may hand around unread."""
+        """The place, the path and the value of each leaf that may be another one next time."""
         paths, known = self.paths(argument_path, args, kwargs), kinds()
         for place, (path, leaf) in enumerate(zip(paths, self.leaves, strict=True)):
             if type(leaf) in known:
@@ -248,7 +248,7 @@ class Taker:
         opened: which objects among the arguments are taken apart.
         opens_no_more: whether `learning` adds no further objects.
         varied: paths of plain values that have not been the same in all calls.
-        unread: classes of values of which steps do not read some, so that no key has them.
+        live: classes of arguments that are live, so that no key has them.
         closed: by identity, containers that the step's state holds too. They are not taken apart:
             the step gets them themselves, as state.
     """
@@ -256,7 +256,7 @@ class Taker:
     opened: Opened = frozenset()
     opens_no_more: bool = False
     varied: frozenset[str] = frozenset()
-    unread: frozenset[type] = frozenset()
+    live: frozenset[type] = frozenset()
     closed: Mapping[int, Any] = field(default_factory=dict)
     _last: dict[str, Any] = field(default_factory=dict)
     _last_values: dict[str, Any] = field(default_factory=dict)

@@ -79,26 +79,21 @@ class Recorded:
 
     Args:
         growing: the list.
-        is_plain: whether a copy takes the list's place, instead of a stand-in: to see what the step
-            does with a list.
 
     Attributes:
         value: what takes the list's place.
         is_read: whether the step has done anything else than to add to it.
     """
 
-    def __init__(self, growing: Growing, *, is_plain: bool = False) -> None:
+    def __init__(self, growing: Growing) -> None:
         self.growing = growing
         self.is_read = False
         self._before = list(growing.container)
         self._added: list[Any] = []
         self._thread = threading.get_ident()
         self._others = {thread.ident for thread in threading.enumerate()}
-        # Without a deque's `maxlen`, so that all can be seen that a trace adds.
-        self._held: Any = (
-            type(growing.container)(self._before) if is_plain else growing.container.copy()
-        )
-        self.value: Any = self._held if is_plain else self._stand_in()
+        self._held: Any = growing.container.copy()
+        self.value: Any = self._stand_in()
 
     def _stand_in(self) -> Any:
         made: Any = object.__new__(_CLASSES[type(self.growing.container)])
@@ -129,12 +124,7 @@ class Recorded:
 
     def added(self) -> list[Any]:
         """What the step has added since."""
-        if self.value is not self._held:
-            return list(self._added)
-        held = list(self._held)
-        if not _are_same(held[: len(self._before)], self._before):
-            self.is_read = True
-        return held[len(self._before) :]
+        return list(self._added)
 
     def has_moved(self) -> bool:
         """Whether the step has changed the real list, which it has found in an unknown way. The

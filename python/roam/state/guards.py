@@ -54,6 +54,7 @@ from roam.state.reach import Reach
 from roam.state.sizes import Symbols
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
+from roam.state.value_stand_ins import is_left_by_tokenizer
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -299,21 +300,6 @@ class Guards:
     def object_place_of(self, value: object) -> int:
         """The place of an object or container among all guarded ones, in a fixed order, or -1."""
         return self._object_places.get(id(value), -1)
-
-    def holds(self, container: object) -> bool:
-        """Whether a list or dictionary is part of the state, whether it is guarded or live."""
-        live = (
-            part
-            for optimizer in self._optimizers
-            for part in (
-                optimizer.param_groups,
-                *optimizer.param_groups,
-                *(group["params"] for group in optimizer.param_groups),
-                optimizer.state,
-                *optimizer.state.values(),
-            )
-        )
-        return self.object_place_of(container) >= 0 or any(part is container for part in live)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor among all guarded ones, in a fixed order, or -1."""
@@ -657,7 +643,6 @@ class ArgGuard:
         received: places of the tensors that are the call's own, with their gradients, and in no
             other place of the step's.
         taker: takes the arguments apart.
-        unread: places of plain values that the step does not read; only their class counts.
     """
 
     def __init__(
@@ -668,7 +653,6 @@ class ArgGuard:
         live: Collection[int] = (),
         received: Collection[int] = (),
         taker: Taker | None = None,
-        unread: Collection[int] = (),
     ) -> None:
         self._guards = guards
         self.taker = Taker() if taker is None else taker
@@ -679,7 +663,7 @@ class ArgGuard:
             (
                 path,
                 _OfClass(type(value))
-                if index in live or index in unread
+                if index in live or is_left_by_tokenizer(value)
                 else _leaf(value, index in received),
             )
             for index, (path, value) in enumerate(
@@ -867,7 +851,8 @@ class ArgGuard:
             for tensor, owner in zip(tensors, owners, strict=True)
             if self._guards and owner >= 0
         ]
-        return pattern(storages), owners, same_tensors, held
+        encodings = pattern([id(leaf) for leaf in leaves if is_left_by_tokenizer(leaf)])
+        return pattern(storages), owners, same_tensors, held, encodings
 
 
 def _keys_in(spec: Any) -> tuple[Any, ...]:

@@ -14,7 +14,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, Final, NoReturn
 
 import torch
@@ -22,7 +21,6 @@ import torch
 from roam.state.equality import is_numpy_float
 from roam.state.sizes import calculated, is_size
 from roam.state.trace_context import TraceContext
-from roam.torch_compat.private import VF
 
 aten = torch.ops.aten
 
@@ -80,12 +78,12 @@ class LiveNode:
     def maybe_as_float(self) -> None:
         return None
 
-    def _value(self, *_: object, in_cpp: bool = False) -> Any:
+    def _value(self, *_: object) -> Any:
         """The number itself, if it depends only on constants in the step's code and on numbers for
         whose values a plan may hold. Otherwise the step is refused.
         """
         known = self.trace.fixed_value(self.slot)
-        return self._reached_python(in_cpp=in_cpp) if known is None else known
+        return self._reached_python() if known is None else known
 
     def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
         """Answers a comparison if guards can check the answer at each call; otherwise the step is
@@ -109,29 +107,28 @@ class LiveNode:
             code="value_reached_python",
         )
 
-    def _reached_python(self, *_: object, in_cpp: bool = False) -> NoReturn:
-        is_integer = self.is_integer_value
-        self.trace.refuse_asked(self.slot, self.origin, is_integer=is_integer, in_cpp=in_cpp)
+    def _reached_python(self, *_: object) -> NoReturn:
+        self.trace.refuse_asked(self.slot, self.origin)
 
     def wrap_int(self, number: int) -> FixedNode:
         """Code in C++ is about to calculate with the number."""
-        self._value(in_cpp=True)
+        self._value()
         return FixedNode(number)
 
     def _given(self, *_: object) -> Any:
         """Code in C++ takes the number for an argument of an operator that is no live number."""
         handed = self.trace.handed_on(self.number())
-        return self._value(in_cpp=True) if handed is None else handed
+        return self._value() if handed is None else handed
 
     def number(self) -> Any:
         """The live number that has this node."""
         return (LiveInt if self.is_integer_value else LiveFloat)(self)
 
     guard_int = guard_float = _given
-    int_ = functools.partialmethod(_value, in_cpp=True)
+    int_ = _value
     guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = (
         statically_known_true
-    ) = wrap_float = wrap_bool = functools.partialmethod(_reached_python, in_cpp=True)
+    ) = wrap_float = wrap_bool = _reached_python
 
     def str(self) -> Any:
         """A profiler shows what it has seen when it ends; nobody else has such a number by then."""
@@ -169,7 +166,7 @@ class FixedNode:
     def has_hint(self) -> bool:
         return True
 
-    def _value(self, *_: object, in_cpp: bool = False) -> Any:
+    def _value(self, *_: object) -> Any:
         return self.value
 
     def wrap_int(self, number: int) -> FixedNode:
@@ -189,7 +186,7 @@ def _calculated(function: Callable[..., Any]) -> Callable[..., FixedNode]:
     """A method by which code in C++ calculates with a number for whose value a plan may hold."""
 
     def method(self: Any, *others: Any) -> FixedNode:
-        return FixedNode(function(*(one._value(in_cpp=True) for one in (self, *others))))
+        return FixedNode(function(*(one._value() for one in (self, *others))))
 
     return method
 
@@ -226,15 +223,6 @@ _FLOATS_OF_NUMPY = {
 _FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
 """Functions in C++ that take the factor of a moving average as a plain float, and its place among
 their arguments. They only hand it on.
-"""
-
-_DRAWS: tuple[tuple[Any, str], ...] = (
-    *((torch.Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_")),
-    *((torch.Tensor, name) for name in ("log_normal_", "cauchy_", "geometric_", "bernoulli")),
-    *((torch, name) for name in ("normal", "bernoulli")),
-)
-"""What draws random numbers, in C++, by plain floats. Their gradient is zero, so autograd keeps
-none of these.
 """
 
 _QUESTIONS: dict[str, Callable[[Any], bool]] = {
@@ -495,33 +483,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     plain_new_tensor = torch.Tensor.new_tensor
 
-    def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-
-                def plain(value: Any) -> Any:
-                    if not is_live(value):
-                        return value
-                    return stack.enter_context(trace.carried(trace.scalar_call(float, (value,))))
-
-                return function(
-                    *map(plain, args), **{name: plain(value) for name, value in kwargs.items()}
-                )
-
-        return call
-
-    def dropping(function: Callable[..., Any], is_in_place: bool) -> Callable[..., Any]:
-        def call(input: Any, p: Any, train: Any) -> Any:
-            if is_live(p) and (p == 0 or p == 1 or not train or not input.numel()):
-                p = float(p == 1)
-            if not is_live(p) or input.device.type != "cpu":
-                return function(input, p, train)
-            noise = aten.empty_like.default(input).bernoulli_(1 - p)
-            aten.div_.Scalar(noise, 1 - p)
-            return input.mul_(noise) if is_in_place else input.mul(noise)
-
-        return call
-
     def of_share(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(input: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
             # Plain ones too, so that a trace with them records the same check of the range.
@@ -581,11 +542,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
     for name in ("tensor", "as_tensor"):
         yield torch, name, to_tensor(getattr(torch, name))
     yield torch.Tensor, "new_tensor", new_tensor
-    for drawn_by, name in _DRAWS:
-        yield drawn_by, name, drawing(getattr(drawn_by, name))
-    for name in ("dropout", "dropout_"):
-        for holder in (torch, VF):
-            yield holder, name, dropping(getattr(torch, name), name == "dropout_")
     for name in ("quantile", "nanquantile"):
         yield torch, name, of_share(getattr(torch, name))
         yield torch.Tensor, name, of_share(getattr(torch.Tensor, name))

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, cast
 
 import torch
 
-from roam.state.unread_texts import is_unread
+from roam.state.shown_texts import is_unread
 
 _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
     "eq": ("==", operator.eq), "ne": ("!=", operator.ne), "lt": ("<", operator.lt),

@@ -11,7 +11,6 @@ import functools
 import random
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -244,22 +243,6 @@ class Snapshot:
             }
         return [reason for reason in self.moved() if place_of(reason) not in followed]
 
-    def made_from_plain(self) -> set[str]:
-        """The paths of the changes of which `moved` tells, if all of them are tensors, or lists,
-        tuples and dictionaries with tensors, where None or a number was.
-        """
-        found: set[str] = set()
-        reasons = 0
-        for place, items, changes in self._changed():
-            reasons += len(changes)
-            if place.space.takes_others:
-                found |= {
-                    place.space.label(key)
-                    for key, value in place.space.items()
-                    if is_none_or_number(_entry(items, key)) and _is_nest_of_tensors(value)
-                }
-        return found if len(found) == reasons == len(self.moved()) else set()
-
     def renewed(self) -> set[str]:
         """Among the changes of which `moved` tells: paths of the lists and dictionaries that others
         have replaced, which differ from them only by tensors.
@@ -464,22 +447,6 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     return len(parts) == len(others) and all(
         _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
     )
-
-
-def is_none_or_number(value: Any) -> bool:
-    """Whether a value may stand where a step puts tensors, as long as there are none."""
-    return value is None or type(value) in (int, float)
-
-
-def _is_nest_of_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or is made of tensors, plain values and containers."""
-    kind = type(value)
-    if kind in (list, tuple, dict, OrderedDict):
-        parts = list(value.values() if issubclass(type(value), dict) else value)
-        return any(map(_is_nest_of_tensors, parts)) and all(
-            is_plain(part) or _is_nest_of_tensors(part) for part in parts
-        )
-    return issubclass(type(value), torch.Tensor)
 
 
 def _entry(items: Items, key: Any) -> Any:

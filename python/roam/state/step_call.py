@@ -10,7 +10,7 @@ import torch
 from roam.state.arguments import Taken, Taker
 from roam.state.equality import Misfit, is_hashed_by_value, is_numpy_array, is_plain
 from roam.state.metadata import metadata_of
-from roam.state.value_stand_ins import kinds
+from roam.state.value_stand_ins import is_left_by_tokenizer, kinds
 
 
 class StepCall:
@@ -52,22 +52,22 @@ class StepCall:
         """Equal for any two calls that one `ArgGuard` lets pass, and different if it is cheap to
         tell that no `ArgGuard` lets both pass.
         """
-        return _key(self.taken(taker).leaves, taker.unread)
+        return _key(self.taken(taker).leaves, taker.live)
 
     def kind(self, taker: Taker) -> tuple[Hashable, ...]:
         """A key without plain values, once some of these have changed from call to call."""
         return _key(self.taken(taker).leaves, kinds() if taker.varied else ())
 
 
-def _key(leaves: Sequence[Any], unread: Collection[type]) -> tuple[Hashable, ...]:
-    return tuple(_leaf_key(leaf, unread) for leaf in leaves)
+def _key(leaves: Sequence[Any], varied: Collection[type]) -> tuple[Hashable, ...]:
+    return tuple(_leaf_key(leaf, varied) for leaf in leaves)
 
 
-def _leaf_key(value: Any, unread: Collection[type]) -> Hashable:
+def _leaf_key(value: Any, varied: Collection[type]) -> Hashable:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return metadata_of(value)
-    if kind in unread:
+    if kind in varied or is_left_by_tokenizer(value):
         return (kind,)
     if is_hashed_by_value(kind):
         return kind, value

@@ -37,7 +37,7 @@ class TraceContext(Protocol):
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison that the plan's own run checks; None if it cannot."""
 
-    def refuse_asked(self, slot: int, origin: str, *, is_integer: bool, in_cpp: bool) -> NoReturn:
+    def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Raises a `CaptureError` for code that needs the value of a number from `origin`."""
 
     def text(self, number: Any, asks: str, form: str = "") -> str | None:

@@ -1,18 +1,14 @@
-"""Stand-ins for plain values: each says of what class its value is, and gives the value itself to
-whatever asks for more, which is noted.
+"""Stand-ins for values: each says of what class its value is, and gives the value itself to what
+asks for more, which is noted.
 """
 
 from __future__ import annotations
 
-import operator
+import functools
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-VALUES: Final[tuple[type, ...]] = (str, bytes, int)
-"""The classes of plain values which a call may bring along although the step does not read them,
-such as the names of files.
-"""
 _OWN: Final = frozenset(
     {
         "__class__",
@@ -30,24 +26,6 @@ _OWN: Final = frozenset(
 """Special methods that a stand-in has for itself."""
 _ASKED_BY_NUMPY: Final = "__array_struct__"
 """What NumPy looks for in an object that it makes an array of."""
-_REFLECTED: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    f"__r{name}__": getattr(operator, f"__{name}__")
-    for name in (
-        "add",
-        "and",
-        "floordiv",
-        "lshift",
-        "matmul",
-        "mod",
-        "mul",
-        "or",
-        "pow",
-        "rshift",
-        "sub",
-        "truediv",
-        "xor",
-    )
-}
 
 
 class StandIn:
@@ -91,13 +69,6 @@ def _special(name: str) -> Callable[..., Any]:
     return method
 
 
-def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        return operation(other, read(self))
-
-    return method
-
-
 def class_for(
     kind: type, base: type[StandIn] = StandIn, own: Collection[str] = ()
 ) -> type[StandIn]:
@@ -108,8 +79,7 @@ def class_for(
         base: what it is derived from.
         own: further special methods that `base` has for itself.
     """
-    methods = {name: _reflected(operation) for name, operation in _REFLECTED.items()}
-    methods |= {
+    methods = {
         name: _special(name)
         for name in dir(kind)
         if name.startswith("__")
@@ -122,8 +92,7 @@ def class_for(
     )
 
 
-_CLASSES: Final[dict[type, type]] = {kind: class_for(kind) for kind in VALUES}
-"""The class of the stand-ins for values of each class."""
+_VALUES: Final[tuple[type, ...]] = (str, bytes, int, float)
 _OF_TOKENIZERS: Final = "Encoding"
 """What a fast tokenizer of transformers leaves in a `BatchEncoding` for each text. No two batches
 have the same, and hardly any step looks at them.
@@ -131,9 +100,18 @@ have the same, and hardly any step looks at them.
 
 
 def kinds() -> tuple[type, ...]:
-    """The classes of values for which there are stand-ins."""
-    encoding = getattr(sys.modules.get("tokenizers"), _OF_TOKENIZERS, None)
-    return VALUES if encoding is None else (*VALUES, encoding)
+    """The classes of plain values that calls may bring along, although others came before."""
+    encoding = _encoding()
+    return _VALUES if encoding is None else (*_VALUES, encoding)
+
+
+def is_left_by_tokenizer(value: Any) -> bool:
+    """Whether a value is none that a step is expected to look at."""
+    return type(value) is _encoding()
+
+
+def _encoding() -> type | None:
+    return getattr(sys.modules.get("tokenizers"), _OF_TOKENIZERS, None)
 
 
 def class_stood_for(kind: type) -> type:
@@ -141,28 +119,22 @@ def class_stood_for(kind: type) -> type:
     return kind._roam_kind if issubclass(kind, StandIn) else kind  # type: ignore[attr-defined]
 
 
-def is_or_stands_for_one(kind: type) -> bool:
-    """Whether a class is one of `kinds`, or that of stand-ins for one."""
-    return kind in kinds() or issubclass(kind, StandIn)
-
-
 def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
-    """A new stand-in for a value of one of `kinds`; it calls `note` whenever it is read."""
-    kind = type(value)
-    if kind not in _CLASSES:
-        _CLASSES[kind] = class_for(kind)
-    made: Any = object.__new__(_CLASSES[kind])
+    """A new stand-in for a value; it calls `note` whenever it is read."""
+    kind: Any = type(value)
+    made: Any = object.__new__(_class_for(kind))
     object.__setattr__(made, "_roam_real", value)
     object.__setattr__(made, "_roam_note", note)
     return made
 
 
+_class_for = functools.cache(class_for)
+
 __all__ = [
-    "VALUES",
     "StandIn",
     "class_for",
     "class_stood_for",
-    "is_or_stands_for_one",
+    "is_left_by_tokenizer",
     "kinds",
     "read",
     "stand_in_for",

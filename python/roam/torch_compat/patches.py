@@ -109,8 +109,9 @@ PATCHES: Final = (
     *(Patch(holder, names, "a step that runs beside its plan and changes how kernels compute leaves the plan",
             "kernels that wait for the plan compute in another way", optional=True)
       for holder, names in (("torch._C", KERNEL_SWITCHES), ("torch", ("set_num_threads", "set_flush_denormal")),
-                            ("torch.backends.m.ContextProp", ("__set__",)))),
-    Patch("torch", ("asarray",), _BESIDE, _NO_BESIDE),
+                            ("os", ("putenv", "unsetenv")), ("torch.backends.m.ContextProp", ("__set__",)))),
+    Patch("torch", ("asarray", "to_dlpack", "tensor_split"), _BESIDE, _NO_BESIDE),
+    Patch("torch.Tensor", ("tensor_split",), _BESIDE, _NO_BESIDE),
     Patch("threading.Thread", ("start",), "a step that runs beside its plan leaves that before other threads run",
           "a thread reads memory that no kernel has written to yet"),
     Patch("concurrent.futures.ThreadPoolExecutor", ("submit",), "as for threads", "as for threads"),

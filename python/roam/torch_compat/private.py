@@ -112,6 +112,8 @@ with_conj: Callable[[Any], Any] = torch._conj
 """A view that stands for the conjugate."""
 with_neg: Callable[[Any], Any] = torch._neg_view
 """A view that stands for the negative."""
+is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is that of a function transform, which has no storage of its own."""
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold a storage, by its `c_pointer`."""
 tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
@@ -132,6 +134,21 @@ ASKS_FOR_FAKES: Sequence[tuple[Any, str]] = (
 """Functions, each with its module, whose answers are others while fake tensors are in place."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Both attributes by name."""
+
+
+class HiddenMode(TorchDispatchMode):
+    """A dispatch mode that `is_in_torch_dispatch_mode` does not tell of, and Dynamo looks into."""
+
+    def __enter__(self) -> Any:
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so at every operator takes longer than all else here
 
 
 def on_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -1495,27 +1512,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_of_dynamo(type(module).__module__) or module._compiled_call_impl is not None
 
 
-# -- texts of tensors
-
-
-def name_of_node(node: Any) -> str:
-    """The name by which the text of a tensor shows one of autograd's nodes."""
-    name = type(node).__name__
-    return node.name().rsplit("::", 1)[-1] if name == "CppFunction" else name
-
-
-def print_options() -> tuple[Any, ...]:
-    """All on which the text of a tensor depends, beside the tensor."""
-    options = vars(torch._tensor_str.PRINT_OPTS).items()
-    return (*options, torch.get_default_dtype(), torch.get_default_device())
-
-
-def tensor_text(tensor: torch.Tensor, suffix: str) -> str:
-    """The text of a tensor that has no gradient, with what that of another one says of its own."""
-    text = repr(tensor)
-    return torch._tensor_str._add_suffixes(text[:-1], [suffix], 7, False) if suffix else text
-
-
 # -- what patches replace
 
 C: Any = torch._C
@@ -1552,6 +1548,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "HiddenMode",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
@@ -1642,6 +1639,7 @@ __all__ = [
     "is_pending_class",
     "is_precompiled",
     "is_view",
+    "is_wrapped",
     "is_wrapper_subclass",
     "is_zero_derivative",
     "joined",
@@ -1663,7 +1661,6 @@ __all__ = [
     "matmul_precision",
     "may_compile",
     "mesh_class",
-    "name_of_node",
     "neg_view",
     "next_sequence_number",
     "node_class",
@@ -1671,7 +1668,6 @@ __all__ = [
     "packet_of",
     "parameters_of",
     "prepares_after",
-    "print_options",
     "private_use_type",
     "protect_pointer",
     "put_in_place",
@@ -1723,7 +1719,6 @@ __all__ = [
     "suggest_memory_format",
     "swap_memory",
     "take_from_place",
-    "tensor_text",
     "tensor_uses",
     "to_device",
     "tracing_context",

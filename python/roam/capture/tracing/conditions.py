@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-import linecache
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -19,7 +18,8 @@ from typing import Any
 
 from roam.capture.tracing.source_location import is_torch_file, is_user_code, shown_path
 from roam.own_code import is_own_file
-from roam.state.library_code import instructions_of, is_library
+from roam.state.library_code import is_library
+from roam.state.source_places import extent_of, place_of, tree_of
 
 _EXITS = {"sys.exit", "os._exit", "exit", "quit"}
 _KEEPS_TRUTH = {"bool", "any", "all"}
@@ -85,7 +85,7 @@ def _loops(file: str) -> list[tuple[int, int]]:
     """The first and last line of each loop of a file that may end before its items do."""
     return [
         (statement.lineno, statement.end_lineno or statement.lineno)
-        for statement in ast.walk(_tree(file))
+        for statement in ast.walk(tree_of(file))
         if isinstance(statement, ast.While)
         or (isinstance(statement, ast.For) and any(map(_leaves, statement.body)))
     ]
@@ -161,58 +161,13 @@ def _all_parts(node: ast.AST) -> bool | None:
 
 def _path(frame: FrameType) -> list[ast.AST]:
     """The innermost expression that a frame is at, and all around it up to a statement."""
-    place = _place(frame)
+    place = place_of(frame)
     paths = _expressions(frame.f_code.co_filename).get(frame.f_lineno, [])
     if place is None:  # the whole test, where nothing in it tells its parts apart
         path = min(paths, key=len, default=[])
         return path if path and not isinstance(path[0], ast.BoolOp) else []
-    there = [path for path in paths if place == _extent(path[0])]
+    there = [path for path in paths if place == extent_of(path[0])]
     return max(there, key=len, default=[])
-
-
-def expression_at(frame: FrameType) -> ast.AST | None:
-    """The innermost expression that a frame calculates now; None if the source does not tell."""
-    place, found = _place(frame), None
-    if place is None:
-        return None
-    for node in ast.walk(_tree(frame.f_code.co_filename)):
-        if isinstance(node, ast.expr) and _extent(node) == place:
-            found = node
-    return found
-
-
-def _extent(node: Any) -> tuple[Any, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
-def _place(frame: FrameType) -> tuple[Any, ...] | None:
-    """First and last line and column of the expression whose value a frame asks for; None before
-    Python 3.11.
-    """
-    if sys.version_info < (3, 11):
-        return None
-    found: Any = None
-    for instruction in instructions_of(frame.f_code):
-        if instruction.offset > frame.f_lasti:
-            break
-        # A jump asks for what was put on the stack before it, and stands for more in the source
-        # than that.
-        if not _only_asks(instruction.opname):
-            found = instruction.positions
-    if found is None or found.col_offset is None:
-        return None
-    return found.lineno, found.end_lineno, found.col_offset, found.end_col_offset
-
-
-def _only_asks(name: str) -> bool:
-    return "JUMP" in name or name in (
-        "TO_BOOL",
-        "UNARY_NOT",
-        "COPY",
-        "EXTENDED_ARG",
-        "NOP",
-        "CACHE",
-    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,7 +176,7 @@ def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
     returns, each with what is around it.
     """
     found: dict[int, list[list[ast.AST]]] = {}
-    for statement in ast.walk(_tree(file)):
+    for statement in ast.walk(tree_of(file)):
         test = (
             statement.value
             if isinstance(statement, ast.Return)
@@ -234,13 +189,6 @@ def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
             for line in range(node.lineno, node.end_lineno + 1):
                 found.setdefault(line, []).append(path)
     return found
-
-
-def _tree(file: str) -> ast.AST:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def _paths(node: ast.expr, around: list[ast.AST]) -> Iterator[list[ast.AST]]:

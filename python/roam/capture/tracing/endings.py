@@ -383,10 +383,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(Ref(slot))
         elif (size := recorded_number(leaf)) is not None:
             references.append(size)
-        elif (handed := fake_state.stand_ins.stood_for(leaf)) is not None:
-            place, value = handed
-            made.passed.append((len(references), place))
-            references.append(value)
         elif is_plain(leaf) or isinstance(leaf, type):
             references.append(leaf)
         else:
@@ -789,20 +785,6 @@ def _attribute_endings(
             raise ReadMore
         program.effects.append(Overwrite(reference))
         _leave_nest(program, reference, skeleton, entries)
-    for reference, old in fake_state.fresh:
-        value = reference.get()
-        if value is old:
-            continue
-        skeleton, entries = _nest(recorder, reference, value, shared)
-        if skeleton is MISSING:
-            error = CaptureError(
-                f"the step changes Python state in a way that a plan cannot repeat: {reference.path} changed from {old} to "
-                f"{show(value)}; {OUTSIDE}",
-                code="moved",
-            )
-            error.settles = MOST_SETTLING
-            raise error
-        _leave_nest(program, reference, skeleton, entries)
 
 
 def _leave_nest(
@@ -995,15 +977,14 @@ class NumbersChange(Exception):
 
 
 class ArgumentsChange(Exception):
-    """A step changes a container among its arguments in a way that `changed_arguments` does not
-    record, or an object that has been taken apart, or such an object holds a container that is an
-    argument too.
+    """A step changes a container among its arguments or an object that has been taken apart, or
+    such an object holds a container that is an argument too.
     """
 
     def refusal(self) -> CaptureError:
         """What to raise if there is no such object."""
         return CaptureError(
-            "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
-            "dictionary there a key that is not made of plain values; let it work on a copy",
+            "the step changes a container among its arguments, as batch.pop(...) does; let it work on a copy, as in "
+            "batch = dict(batch)",
             code="moved",
         )

@@ -16,7 +16,6 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from roam.capture.tracing.deep_copies import deep_copier
 from roam.capture.tracing.own_classes import is_own_class, seen
 from roam.capture.tracing.source_location import is_user_code
 from roam.state.live_scalars import LiveFloat, LiveInt
@@ -183,10 +182,10 @@ class Identities:
         )
         for holder, name in ASKS_FOR_FAKES:
             replacements.append((holder, name, told_apart(getattr(holder, name), name)))
-        replacements += [(FakeTensor, name, handed_out) for name in ("__reduce_ex__", "__dlpack__")]
-        replacements.append(
-            (FakeTensor, "__deepcopy__", deep_copier(refuse, own_attributes, self.of, fixed))
-        )
+        replacements += [
+            (FakeTensor, name, handed_out)
+            for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__")
+        ]
         replacements.append((torch.utils.dlpack, "to_dlpack", handed_out))
         replacements += [
             (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY

@@ -32,7 +32,6 @@ from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.growing_lists import GrowingLists
 from roam.capture.tracing.own_classes import is_own_class
 from roam.capture.tracing.recorder import Recorder
-from roam.capture.tracing.unread_values import StandIns
 from roam.errors import CaptureError
 from roam.program.effects import rebound
 from roam.program.ir import Source, TensorMeta
@@ -47,7 +46,6 @@ from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
-    AttributeReference,
     OptimizerReference,
     PlaceReference,
     RateReference,
@@ -58,8 +56,9 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made, is_none_or_number
+from roam.state.snapshot import Made
 from roam.state.spaces import Space
+from roam.state.value_stand_ins import is_left_by_tokenizer, stand_in_for
 from roam.state.wrappers import checked_form, inner, is_faked, is_wrapper, parts_of, with_parts
 from roam.torch_compat.private import (
     DYNAMIC_INDICES,
@@ -99,7 +98,6 @@ class FakeState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         changing: set[str] | None = None,
-        fresh: Collection[str] = (),
         *,
         taker: Taker | None = None,
         asks_kernels: bool = False,
@@ -107,9 +105,7 @@ class FakeState:
         reliance: Reliance | None = None,
         answers: Answers | None = None,
         regions: Regions | None = None,
-        stand_ins: StandIns | None = None,
         layouts: dict[Any, Any] | None = None,
-        copies_lists: bool = False,
         integers: Collection[int] = (),
         lacking: Collection[str] = (),
         sized: SizedKernels | None = None,
@@ -120,7 +116,6 @@ class FakeState:
             reach, args, kwargs: what the step can get at, and its arguments.
             changing: paths of Python numbers that the step keeps and changes, which are live; more
                 may come.
-            fresh: paths at which the step makes tensors if it finds None.
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, if the
                 step is of real tensors.
@@ -128,10 +123,8 @@ class FakeState:
             reliance: gets what the step relies on without holding it.
             answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
-            stand_ins: what the step gets in place of plain arguments.
             layouts: how results of operators on distributed tensors are placed; see
                 `roam.capture.distributed.dtensors.stand_ins`.
-            copies_lists: whether copies, instead of stand-ins, take the place of lists that grow.
             integers: places of the integers among the flattened arguments that may be live.
             lacking: paths of the gradients that are not there if an earlier plan has freed them;
                 all others are.
@@ -140,8 +133,7 @@ class FakeState:
         """
         self.reach, self.lacking = reach, lacking
         self.integers = integers
-        self.stand_ins = StandIns({}) if stand_ins is None else stand_ins
-        self.growing = GrowingLists(reach.growing, are_plain=copies_lists)
+        self.growing = GrowingLists(reach.growing, reach.code)
         self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
@@ -189,15 +181,6 @@ class FakeState:
         """References to the numbers that the step keeps and changes outside of optimizers' state;
         some may hold none yet.
         """
-        self.fresh = [
-            (AttributeReference(place.space, key, place.space.label(key)), value)
-            for place in (reach.places if fresh else ())
-            if place.guarded
-            for key, value in place.space.items()
-            if is_none_or_number(value) and place.space.label(key) in fresh
-        ]
-        """References to the None and the numbers in whose place the step puts tensors, with these
-        values. Calls find them there again, or another plan is for them."""
         self._check()
         tensors = [leaf for leaf in self.leaves if issubclass(type(leaf), torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]
@@ -319,7 +302,15 @@ class FakeState:
                     else others[parameter]
                 )
         self.growing.enter()
-        leaves = [self._fake(leaf) for leaf in self.stand_ins.put(self.leaves)]
+        encodings = {
+            id(leaf): stand_in_for(leaf, self._refuse_encoding)
+            for leaf in self.leaves
+            if is_left_by_tokenizer(leaf)
+        }
+        leaves = [
+            encodings[id(leaf)] if id(leaf) in encodings else self._fake(leaf)
+            for leaf in self.leaves
+        ]
         kept = Results(self.reach.caches).tensors
         placed = {id(real) for real in kept if id(real) in self._fakes}
         self._told = [
@@ -330,6 +321,13 @@ class FakeState:
         self.results = {id(real): (real, self._fake(real)) for real in kept if _is_result(real)}
         self.forget_values()
         return self.taken.put(leaves)
+
+    def _refuse_encoding(self) -> None:
+        self.refuse(
+            "the step looks at what a tokenizer has left in a batch for each text, which is another object in each batch; "
+            "look at it outside of the step",
+            code="value_reached_python",
+        )
 
     def classes_told(self) -> AbstractContextManager[None]:
         """A block in which the user's code sees the classes of the tensors that fakes stand for."""

@@ -26,6 +26,7 @@ from roam.capture.tracing import (
     multi_tensor,
 )
 from roam.capture.tracing.deep_copies import CopiedGenerators
+from roam.capture.tracing.fake_identity import is_parameter
 from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.grad_scaler import scaler_stand_ins
 from roam.capture.tracing.gradient_history import watched_engine
@@ -102,16 +103,12 @@ def stand_ins_placed(
     def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
-        text = None
-        if not form or tensor.dim() == 0:
-            text = recorder.messages.text(tensor, name.strip("_"), form)
-        if text is not None:
-            return text
-        if name == "__format__" and tensor.dim() == 0 and not _is_floating(tensor):
-            return format(tensor.item(), form)  # which may be known, if the batch decides it
+        is_number = type(tensor) is FakeTensor and tensor.dim() == 0 and not is_parameter(tensor)
+        if name == "__format__" and is_number:
+            return format(tensor.item(), form)
         recorder.refuse(
-            "the step makes a text of a tensor, whose values do not exist during capture; give the "
-            "tensor itself to print(), or return it, and make the text outside of the step",
+            "the step makes a text of a tensor, whose values do not exist during capture; show a "
+            "number, as in print(loss.item()), or return the tensor, and make the text outside of the step",
             code="value_reached_python",
         )
 
@@ -157,10 +154,6 @@ def stand_ins_placed(
 
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
-
-    def in_text(kind: type, plain: Callable[..., Any], tensor: Any) -> Any:
-        number = recorder.messages.number(tensor, kind)
-        return plain(tensor) if number is None else number
 
     plain_numpy = torch.Tensor.numpy
 
@@ -231,11 +224,6 @@ def stand_ins_placed(
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
         replace(torch.Tensor, "numpy", numpy)
-        for kind in (float, int):
-            name = f"__{kind.__name__}__"
-            replace(
-                torch.Tensor, name, functools.partial(in_text, kind, getattr(torch.Tensor, name))
-            )
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))

@@ -1,10 +1,9 @@
 """Lists of a step's state to which it only adds, in traces.
 
 A stand-in takes the place of such a list (`roam.state.growing_lists`). It has to be certain that
-the step does not depend on what is in the list, or the list counts as any other. So each trace is
-looked at: nothing else may have been done to the stand-in, nothing may hold it afterwards that did
-not before, and no library may have been given it. One more trace, with a copy in the list's place,
-must lead to the same program and raise the same exceptions, also those that the step catches.
+the step does not depend on what is in the list, or the list counts as any other. So nothing else
+may be done to the stand-in in a trace, nothing may hold it afterwards that did not before, no
+library may be given it, and the user's code may not be able to tell it from the list unnoticed.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ import gc
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
 
-from roam.capture.tracing.unnoticed_reads import ways_of
-from roam.capture.tracing.watching import Watch
+from roam.capture.tracing.source_location import is_written_by_user
+from roam.capture.tracing.unnoticed_reads import may_find, may_miss
 from roam.own_code import is_own_file
 from roam.state.growing_lists import OWN_CODE, Growing, GrowingStandIn, Recorded
-from roam.state.library_code import is_installed
 
 _ASKED: Final[list[Any]] = [
     vars(base).get("__instancecheck__")
@@ -37,13 +35,6 @@ _KEEPS: Final = frozenset(
     if hasattr(method, "__code__")
 )
 """Functions of libraries that only hand a list on, or ask for its class."""
-_FINDS: Final = frozenset(
-    {
-        "__globals__", "_current_frames", "_getframe", "currentframe", "eval", "exec", "f_back", "get_objects",
-        "get_referents", "get_referrers", "globals", "import_module",
-    }
-)  # fmt: skip
-"""Names of what finds values where no walk over a step's state does."""
 _count = sys.getrefcount  # the step's code gets another function for it
 _PASSED: Final = inspect.CO_VARARGS, inspect.CO_VARKEYWORDS
 _MOST_PARTS: Final = 64
@@ -55,12 +46,15 @@ class GrowingLists:
 
     Args:
         growing: the lists.
-        are_plain: whether copies take their places, instead of stand-ins.
+        code: of all functions that the step reaches, each with its globals.
     """
 
-    def __init__(self, growing: Sequence[Growing], *, are_plain: bool = False) -> None:
-        self._recorded = [Recorded(one, is_plain=are_plain) for one in growing]
+    def __init__(self, growing: Sequence[Growing], code: Mapping[CodeType, Any]) -> None:
+        self._recorded = [Recorded(one) for one in growing]
         self._held: list[int] = []
+        self._is_blind = bool(growing) and any(
+            may_miss(one) or may_find(one, names) for one, names in code.items()
+        )
 
     def enter(self) -> None:
         """Puts something else in the place of each list."""
@@ -77,14 +71,21 @@ class GrowingLists:
                 if space.get(key) is one.value:
                     space.set(key, one.growing.container)
 
-    def begin(self) -> None:
-        """To be called before a trace runs the step."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A block in which a trace runs the step."""
         for one in self._recorded:
             one.begin()
-        if _watches:  # which holds them, too
-            values = [one.value for one in self._recorded]
-            _watches[-1].stand_ins = values, _counts(values)
         self._held = self._holders()
+        if not self._recorded or self._is_blind or sys.gettrace() is not None:
+            self._is_blind = bool(self._recorded)
+            yield
+            return
+        sys.settrace(self._enters)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
 
     def added(self) -> list[list[Any]]:
         """What the step has added, to each list to which it has added anything."""
@@ -100,7 +101,11 @@ class GrowingLists:
         Args:
             is_over: whether the trace has come to its end, so that nothing of it should hold any.
         """
-        found = {one.growing.path for one in self._recorded if one.has_moved() or one.is_read}
+        found = {
+            one.growing.path
+            for one in self._recorded
+            if one.has_moved() or one.is_read or self._is_blind
+        }
         if is_over and self._recorded:
             if self._holders() != self._held:
                 gc.collect()
@@ -116,64 +121,18 @@ class GrowingLists:
     def _holders(self) -> list[int]:
         return [_count(one.value) for one in self._recorded]
 
-
-class ListWatch(Watch):
-    """Sees code that is not the user's which is given a stand-in, and code of the user's that may
-    find a list by a name that it computes. Only exceptions that pass the user's code count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stand_ins: tuple[list[Any], list[int]] = [], []
-        """Those of the trace that runs, each with how often it is held when nothing of the step's
-        holds it."""
-
-    def enters(self, frame: FrameType) -> bool:
+    def _enters(self, frame: FrameType, *_: object) -> None:
+        """Sees code that is not the user's which is given a stand-in."""
         code = frame.f_code
-        if is_users := ways_of(code).is_users:
-            self.is_blind = self.is_blind or _may_find(frame)
-        elif (
-            not self.is_blind
-            and _counts(self.stand_ins[0]) != self.stand_ins[1]
+        if (
+            not self._is_blind
+            and self._holders() != self._held
+            and not is_written_by_user(code)
             and _is_given_one(frame)
         ):
-            self.is_blind = not (
+            self._is_blind = not (
                 code in OWN_CODE or code in _KEEPS or is_own_file(code.co_filename)
             )
-        return is_users
-
-    @contextmanager
-    def on(self) -> Iterator[Watch]:
-        """Watches in the block."""
-        _watches.append(self)
-        try:
-            with super().on():
-                yield self
-        finally:
-            _watches.pop()
-            self.stand_ins = [], []
-
-
-_watches: Final[list[ListWatch]] = []
-
-
-def _counts(values: list[Any]) -> list[int]:
-    return [_count(value) for value in values]
-
-
-def _may_find(frame: FrameType) -> bool:
-    """Whether the user's own code may find a list by a name that it computes. Libraries do not look
-    for one.
-    """
-    names = frame.f_code.co_names
-    if is_installed(frame.f_code.co_filename):
-        return False
-    if not _FINDS.isdisjoint(names):
-        return True
-    held = (*map(frame.f_globals.get, names), *frame.f_locals.values())
-    return "modules" in names and (
-        "sys" in names or any(value is sys or value is sys.modules for value in held)
-    )
 
 
 def _is_given_one(frame: FrameType) -> bool:
@@ -199,4 +158,4 @@ def _is_given_one(frame: FrameType) -> bool:
     return False
 
 
-__all__ = ["GrowingLists", "ListWatch"]
+__all__ = ["GrowingLists"]

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import PackedSequence
 from roam.capture.cuda_estimate import absent
 from roam.capture.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.capture.fake_kernels.sized import recorded_number
-from roam.capture.tracing import asked_numbers
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
 from roam.capture.tracing.custom_ops import hands_on, is_mark
@@ -53,6 +52,7 @@ from roam.program.ir import (
 from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
 from roam.state.live_scalars import (
+    LOOK_UP,
     MATH,
     ROUNDING,
     LiveNode,
@@ -492,12 +492,16 @@ class Values(Slots):
             )
         )  # fmt: skip
 
-    def refuse_asked(self, slot: int, origin: str, *, is_integer: bool, in_cpp: bool) -> NoReturn:
+    def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Refuses code that needs the value of a number from `origin`."""
-        reason = asked_numbers.reason(
-            origin, self._remedy(slot), is_integer=is_integer, in_cpp=in_cpp
+        self.refuse(
+            f"Python needs the number from {origin} itself here, as an index, a slice, a size, a C++ float or text that is kept, "
+            "and a plan would keep the number of the capture; write x.item() for float(x) where you only calculate; for an index "
+            "v[k.view(1)]; for a size torch.where(torch.arange(len(x)) < k, x, 0); for a function that takes a float its formula "
+            'by operators; to show it print(f"{x.item():.3f}"); or calculate the number outside of the step and pass it as an '
+            f"argument, of which each value gets a plan of its own; {LOOK_UP}; otherwise {self._remedy(slot)}",
+            code="value_reached_python",
         )
-        self.refuse(reason, code="value_reached_python")
 
     def _remedy(self, slot: int) -> str:
         """What to do about a value that Python must not see."""

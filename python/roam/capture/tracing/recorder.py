@@ -637,7 +637,7 @@ def _fixed(kind: type[LiveNode | FixedNode], number: Any) -> Any:
     any other number as it is.
     """
     node = getattr(number, "node", None)
-    return node._value(in_cpp=True) if isinstance(node, (kind, FixedNode)) else number
+    return node._value() if isinstance(node, (kind, FixedNode)) else number
 
 
 _LIFELESS = PLAIN | {FakeTensor}

@@ -49,7 +49,7 @@ from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken
-from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
+from roam.state.changed_arguments import Arguments, Containers, Left, with_others
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
@@ -182,9 +182,9 @@ def trace(
             given = fake_state.taker.take(args, kwargs)
             containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
-            fake_state.growing.begin()
             try:
-                result = _run(step, args, kwargs)
+                with fake_state.growing.watched():
+                    result = _run(step, args, kwargs)
             except CaptureError as error:
                 fake_state.regions.check_failure()
                 recorder.messages.check(error)
@@ -212,8 +212,6 @@ def trace(
         return recorder.program
     finally:
         fake_state.regions.end()
-        for fresh, value in fake_state.fresh:
-            fresh.set(value)
         reductions.taken_back()
         if has_parts:
             forget_layouts()
@@ -270,20 +268,20 @@ def _left(
     arguments: Arguments,
     result: Any,
 ) -> Left:
-    """What the step returns, and what it has done to lists and dictionaries among its arguments,
-    which are then as before.
+    """What the step returns, and what it has added to lists.
+
+    Raises:
+        ArgumentsChange: it has changed its arguments, which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        try:
-            added = fake_state.growing.added()
-            if messages := recorder.messages.all:
-                added.append(messages)
-            left = containers.left(result, recorder.late_lists, added)
-        except Unrecordable:
-            raise ArgumentsChange from None
+        is_changed = containers.restore()
+        added = fake_state.growing.added()
+        if messages := recorder.messages.all:
+            added.append(messages)
+        left = Left(*with_others((result, added), recorder.late_lists))
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
-    if not is_restored or (left.changes and fake_state.taker.opened):
+    if is_changed or not is_restored:
         raise ArgumentsChange
     return left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,16 @@ import torch
 
 from roam.runtime.beside.placeholders import note_known
 from roam.runtime.beside.recording import tensors_in
+from roam.state.code_guards import TOLD_BY
 from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
 from roam.torch_compat.private import (
+    FROM_STANCE,
     TENSOR_DATA,
     C,
     disable_current_modes,
     dispatch_modes,
+    frame_evaluation,
+    is_wrapped,
     storage_of,
 )
 
@@ -32,7 +37,14 @@ _GIVING = frozenset(
 )
 """Those after which Python has the memory."""
 _GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
+_DATA_PTR = torch.Tensor.data_ptr
 _CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
+
+
+_READING = (
+    (torch, "tensor_split", 1), (torch.Tensor, "tensor_split", 1), (torch, "to_dlpack", 0), (torch.utils.dlpack, "to_dlpack", 0),
+)  # fmt: skip
+"""Functions that read the memory of an argument by themselves, with its place."""
 
 
 class Looked(Protocol):
@@ -50,6 +62,9 @@ class Looked(Protocol):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor is about to get other data."""
 
+    def unseen(self, what: str, code: str) -> None:
+        """Python is about to do what cannot be followed."""
+
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
 
@@ -61,6 +76,11 @@ class Looked(Protocol):
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """`x.data` has been asked for."""
+
+
+def _chooses(variable: Any) -> bool:
+    """Whether libraries may choose kernels by an environment variable."""
+    return os.fsdecode(variable).startswith(TOLD_BY)
 
 
 @contextmanager
@@ -87,6 +107,14 @@ def looking(one: Any) -> Iterator[None]:
                 return original(*args, **kwargs)
             depth += 1
             try:
+                if of_tensor and is_wrapped(args[0]):
+                    one.unseen(
+                        "it looks at a tensor inside of a function transform", "refused_operator"
+                    )
+                if original is _DATA_PTR:
+                    one.unseen(
+                        "it asks for a tensor's address; compare tensors with `is`", "address"
+                    )
                 with disable_current_modes():
                     one.settle(args[0] if of_tensor else None)
                     if gives_memory and storage_of(args[0]).resizable():
@@ -102,24 +130,29 @@ def looking(one: Any) -> Iterator[None]:
 
         return look
 
-    def making(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def making(
+        original: Callable[..., Any], place: int, *, is_whole: bool = False
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if is_ours() and type(data := args[place] if len(args) > place else None) in (
-                list,
-                tuple,
-            ):
+            if is_ours():
+                data = args[place : place + 1]
+                is_list = bool(data) and type(data[0]) in (list, tuple)
                 with disable_current_modes():
-                    for tensor in tensors_in(data):
+                    for tensor in tensors_in(data) if is_list or is_whole else ():
                         one.settle(tensor)
             return original(*args, **kwargs)
 
         return make
 
-    def announced(original: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
+    def announced(
+        original: Callable[..., Any],
+        tell: Callable[[], None],
+        by: Callable[..., bool] = lambda *_: True,
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if is_ours():
+            if is_ours() and by(*args[:1]):
                 with disable_current_modes():
                     tell()
             return original(*args, **kwargs)
@@ -137,6 +170,12 @@ def looking(one: Any) -> Iterator[None]:
             with disable_current_modes():
                 one.assigned(tensor)
         TENSOR_DATA.__set__(tensor, data)
+
+    def compiling() -> None:
+        one.unseen(
+            "it calls what torch.compile has compiled, whose kernels nothing sees; leave torch.compile out",
+            "compiled_call",
+        )
 
     patches: list[Any] = [
         (
@@ -159,6 +198,11 @@ def looking(one: Any) -> Iterator[None]:
         for name in KERNEL_SWITCHES
         if hasattr(C, name)
     ]
+    if evaluation := frame_evaluation():
+        begins = announced(vars(evaluation)[FROM_STANCE], compiling, by=callable)
+        patches.append((evaluation, FROM_STANCE, begins))
+    for name in ("putenv", "unsetenv"):  # which os.environ calls too
+        patches.append((os, name, announced(getattr(os, name), one.switching, by=_chooses)))
     for name in ("set_num_threads", "set_flush_denormal"):
         patches.append((torch, name, announced(getattr(torch, name), one.switching)))
     prop = torch.backends.ContextProp
@@ -166,6 +210,8 @@ def looking(one: Any) -> Iterator[None]:
     for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
         patches.append((torch, name, making(getattr(torch, name), 0)))
     patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
+    for reading, name, place in _READING:
+        patches.append((reading, name, making(getattr(reading, name), place, is_whole=True)))
     for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
         patches.append((holder, name, announced(getattr(holder, name), one.threaded)))
     with replaced(patches):

@@ -4,6 +4,7 @@ runs by the plan.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from roam.capture.tracing.source_location import Frames
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
@@ -31,6 +33,7 @@ from roam.runtime.beside.recording import (
     Given,
     Made,
     at_path,
+    hidden_branch,
     is_passed,
     meta_of,
 )
@@ -44,6 +47,7 @@ from roam.runtime.beside.script import (
     TENSOR,
     Expected,
     Script,
+    aten,
     common,
     is_same,
     leaf_at,
@@ -51,7 +55,7 @@ from roam.runtime.beside.script import (
 )
 from roam.torch_compat.private import (
     TENSOR_DATA,
-    TorchDispatchMode,
+    HiddenMode,
     allow_access,
     disable_current_modes,
     forbid_access,
@@ -61,10 +65,11 @@ from roam.torch_compat.private import (
     version_of,
 )
 
-_Tensor = torch.Tensor
+_IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+"""Losses that leave out the labels that their fifth argument names."""
 
 
-class Matched(TorchDispatchMode):
+class Matched(HiddenMode):
     """One call of the user's function beside a plan.
 
     Attributes:
@@ -99,7 +104,7 @@ class Matched(TorchDispatchMode):
         self._others, self._enter = others, enter
         self._take(planned)
         self.may_leave = True
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         """Why a kernel of the plan, or the plan itself, has failed."""
         self.torn: list[tuple[torch.Tensor, int]] = []
         """What was changed before a kernel failed, with the versions."""
@@ -174,10 +179,6 @@ class Matched(TorchDispatchMode):
             return True
         return False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to say so at every operator takes longer than all else here
-
     # -- operators
 
     def __torch_dispatch__(
@@ -190,6 +191,9 @@ class Matched(TorchDispatchMode):
         if self.left:
             if self.failure is not None:
                 raise self.failure
+            if hidden := hidden_branch(func, args, Frames({}, {})):
+                self.failure = hidden
+                raise hidden
             return func(*args, **(kwargs or {}))
         step = self._steps[self._at]
         if step.func is not func:
@@ -234,6 +238,9 @@ class Matched(TorchDispatchMode):
             if is_foreign(func):
                 self.drawn()
             return result
+        if step.bound is not None and not self._is_in_range(step, args):
+            self.leave("an index is out of range")
+            return func(*args, **(kwargs or {}))
         self._at += 1
         for number in step.guarded:
             if number not in self._forbidden and number not in self._copies:
@@ -271,6 +278,22 @@ class Matched(TorchDispatchMode):
             )
             self.leave(self._misfit or f"{func} comes where {came}")
         return func(*args, **kwargs)
+
+    def _is_in_range(self, step: Expected, args: Any) -> bool:
+        """Whether an operator fails for none of its indices. One that does is to fail where it
+        stands, as in eager PyTorch.
+        """
+        assert step.bound is not None
+        indices = args[step.bound[0]]
+        if indices.numel() == 0:
+            return True
+        with self._kernels():
+            if step.func in _IGNORING:
+                indices = indices[indices != args[4]]
+                if indices.numel() == 0:
+                    return True
+            least, most = (one.item() for one in torch.aminmax(indices))
+        return bool(least >= 0 and most < step.bound[1](args))
 
     def _allow(self, entry: Entry | None = None) -> None:
         """Lets Python look at memory that no kernel waits for any more; of an entry's arguments
@@ -377,6 +400,8 @@ class Matched(TorchDispatchMode):
                     last[3] = TENSOR_DATA.__get__(tensor)
                 self._bound[slot] = last[3]
             return True
+        if last is not None:
+            last[3] = None  # which would count among those that hold the storage
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return False
         if number is None:
@@ -456,6 +481,20 @@ class Matched(TorchDispatchMode):
     def assigned(self, tensor: torch.Tensor) -> None:
         """A tensor gets other data."""
         self.leave("the step gives a tensor other data")
+
+    def unseen(self, what: str, code: str) -> None:
+        """Python is about to do what cannot be followed."""
+        if not self.left:
+            self.may_leave = True
+            self.leave(what)
+        if code != "refused_operator":
+            source = str(Frames({}, {}).here()[1])
+            self.failure = ExecutionError(
+                f"{source}: {what}. No call that was recorded has done so; what this one has done so far stays",
+                code=code,
+                source=source,
+            )
+            raise self.failure
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
@@ -681,6 +720,9 @@ class Matched(TorchDispatchMode):
         if self.left or self.is_over:
             return
         self.left = why
+        if UNREAD in str(sys.exc_info()[1]):  # which the step's own code has caught
+            self.failure = ExecutionError(UNREAD, code="unread")
+            raise self.failure
         if not self.may_leave:
             self.failure = ExecutionError(
                 f"the step goes another way than its plan, and on_change='raise' keeps it from going on: {why}; what it "

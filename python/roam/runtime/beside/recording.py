@@ -18,10 +18,10 @@ from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
-from roam.runtime.beside.placeholders import WeakStorage
+from roam.runtime.beside.placeholders import WeakStorage, note_known
 from roam.torch_compat.private import (
+    HiddenMode,
     OpOverload,
-    TorchDispatchMode,
     schema_of,
     storage_of,
     storage_pointer,
@@ -113,23 +113,29 @@ class Recording:
     """Why no plan can be made of it."""
 
 
-class Recorder(TorchDispatchMode):
-    """Records what runs in the block."""
+class Recorder(HiddenMode):
+    """Records what runs in the block.
 
-    def __init__(self, frames: Frames) -> None:
+    Args:
+        stops: whether a call of which no plan can be made ends there, as long as it has changed no
+            tensor.
+    """
+
+    def __init__(self, frames: Frames, *, stops: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.is_busy = False
+        self.stopped: CaptureError | None = None
+        """Why nothing more of the call runs."""
+        self._stops = stops
+        self._has_written = False
+        """Whether the call has changed a tensor that it has not made."""
         self._frames = frames
         self._ids: dict[int, int] = {}
         self._weak: list[weakref.ref[torch.Tensor]] = []
         self._numbers: dict[int, int] = {}
         self._storages: list[WeakStorage] = []
         self._parameters: set[int] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to say so at every operator takes longer than all else here
 
     def __torch_dispatch__(
         self,
@@ -139,17 +145,32 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.stopped is not None:
+            raise self.stopped
+        if hidden := hidden_branch(func, args, self._frames):
+            self.stopped = self.recording.failed = hidden
+            raise hidden
         if is_passed(func) or self.recording.failed is not None:
             return func(*args, **kwargs)
         return self._record(func, args, kwargs)
 
-    def fail(self, message: str, code: str, func: Any = None) -> None:
-        """Notes that no plan can be made of the call, which goes on."""
+    def fail(self, message: str, code: str, func: Any = None, *, is_unseen: bool = False) -> None:
+        """Notes that no plan can be made of the call. It goes on if it has changed something.
+
+        Raises:
+            CaptureError: it has not, or what comes now would not be as in eager PyTorch, so nothing
+                more of it runs.
+        """
+        if self.recording.failed is not None and not is_unseen:
+            return
         source = str(self._frames.here()[1])
         where = f"{func} at {source}" if func is not None else source
         self.recording.failed = CaptureError(
             f"{where}: {message}", code=code, operator=str(func or ""), source=source
         )
+        if is_unseen or (self._stops and not self._has_written):
+            self.stopped = self.recording.failed
+            raise self.stopped
 
     def settle(self, tensor: torch.Tensor | None) -> None:
         """Python looks at a tensor's memory, or at random generators (None)."""
@@ -171,6 +192,10 @@ class Recorder(TorchDispatchMode):
                 "it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)",
                 "storage_replaced",
             )
+
+    def unseen(self, what: str, code: str) -> None:
+        """Python is about to do what cannot be followed."""
+        self.fail(what, code, is_unseen=code != "refused_operator")
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
@@ -205,7 +230,6 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             self.fail("it takes functions, which cannot be recorded", "refused_operator", func)
             return func(*args, **kwargs)
-        self._refuse_hidden(func, args)
         facts = facts_of(func)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         odd = next(
@@ -228,6 +252,10 @@ class Recorder(TorchDispatchMode):
         if facts.mutates:
             written = written_by(func, args, kwargs)
             entry.writes = tuple(self._slot(one) for one in tensors_in(tuple(written)))
+            self._has_written = self._has_written or any(
+                self.recording.storages[self.recording.slots[slot].storage].creator < 0
+                for slot in entry.writes
+            )
         if facts.takes_dtype and kwargs.get("dtype") is None and not tensors:
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
@@ -280,25 +308,6 @@ class Recorder(TorchDispatchMode):
             entry.kind = "view"
         return result
 
-    def _refuse_hidden(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Refuses what PyTorch computes in another way where a dispatch mode looks on.
-
-        Raises:
-            CaptureError: at once, since going on would give other bits than eager PyTorch.
-        """
-        if (
-            looks_for_zeros(func)
-            or selects_masked(func)
-            or is_spread(func, args)
-            or func in _SPECTRA
-        ):
-            source = str(self._frames.here()[1])
-            raise CaptureError(
-                f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as here, than "
-                "in eager PyTorch; leave python= out, and see what the step is refused for then",
-                code="hidden_branch", operator=str(func), source=source,
-            )  # fmt: skip
-
     # -- tensors
 
     def _encoded(self, value: Any) -> Any:
@@ -332,6 +341,8 @@ class Recorder(TorchDispatchMode):
     def _new_storage(self, tensor: torch.Tensor, creator: int, name: str) -> int:
         storage = storage_of(tensor)
         number = self._numbers[storage_pointer(storage)] = len(self._storages)
+        if creator < 0 and storage.resizable():  # whatever NumPy gets later
+            note_known(storage)
         self._storages.append(WeakStorage(storage))
         self.recording.storages.append(Seen(storage.nbytes(), creator, name))
         return number
@@ -344,16 +355,33 @@ class Recorder(TorchDispatchMode):
         return slot
 
 
+def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureError | None:
+    """Why an operator cannot run where a dispatch mode looks on: PyTorch computes it by other
+    kernels there, with other bits.
+    """
+    if not (
+        looks_for_zeros(func) or selects_masked(func) or is_spread(func, args) or func in _SPECTRA
+    ):
+        return None
+    source = str(frames.here()[1])
+    return CaptureError(
+        f"{func} at {source}: PyTorch computes it by other kernels where a dispatch mode looks on, as beside a plan, than in "
+        'eager PyTorch; pass python="idle" to roam.compile, and see what the step is refused for then',
+        code="hidden_branch", operator=str(func), source=source,
+    )  # fmt: skip
+
+
 def is_passed(func: Any) -> bool:
     """Whether an operator asks about metadata alone, or marks a place for profilers."""
     return func in _PASSED or getattr(func, "namespace", "") == "profiler"
 
 
 def is_now(func: Any) -> bool:
-    """Whether an operator gives Python a value, or makes tensors whose shapes follow from
-    values.
+    """Whether an operator gives Python a value, or an error that values decide on, or makes tensors
+    whose shapes follow from values.
     """
-    if func in _VALUES or is_foreign(func) or facts_of(func).may_be_decided:
+    facts = facts_of(func)
+    if func in _VALUES or is_foreign(func) or facts.may_be_decided or facts.is_check:
         return True
     return any(
         tag in func.tags

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,14 @@ aten = torch.ops.aten
 _SMALL_BYTES = 16
 """Of tensors on the CPU with no more than this, such as counts of steps, Python may ask at once."""
 _SHAPED = frozenset({"arange", "range", "linspace", "logspace"})
+BOUNDS: Final[dict[Any, tuple[int, Callable[[Any], int]]]] = {
+    aten.embedding.default: (1, lambda args: args[0].shape[0]),
+    aten.gather.default: (2, lambda args: args[0].shape[args[1]]),
+    aten.index_select.default: (2, lambda args: args[0].shape[args[1]]),
+    aten.nll_loss_forward.default: (1, lambda args: args[0].shape[-1]),
+    aten.nll_loss2d_forward.default: (1, lambda args: args[0].shape[1]),
+}
+"""Where operators have indices, and what these have to be below, on the CPU."""
 Place = tuple[int, int]
 """(entry, leaf of its arguments)."""
 
@@ -74,6 +82,9 @@ class Expected:
     guarded: tuple[int, ...]
     """Storages from outside that its kernel uses, if that waits for the plan."""
     entry: Entry
+    bound: tuple[int, Callable[[Any], int]] | None = None
+    """Of an operator that fails for an index out of range, and whose indices are there before the
+    plan runs: their place among its arguments, and what they stay below."""
 
 
 @dataclass(slots=True, eq=False)
@@ -328,6 +339,11 @@ def script_of(
         draws = draws or facts.is_random
         calls.append(call)
 
+    given_written = {
+        storage_of[slot]
+        for entry, is_run in zip(entries, runs, strict=True)
+        for slot in (() if is_run else entry.writes)
+    }
     ends = [*at_barrier, len(calls)]
     for number, moment in enumerate(barriers):
         later = {slot for call in calls[ends[number] + 1 :] for slot in call.refs()}
@@ -367,7 +383,12 @@ def script_of(
         [
             *(
                 _expected(
-                    entry, place, is_run, live,
+                    entry, place, is_run, live, _bound_of(
+                        entry,
+                        lambda slot: storages[storage_of[slot]].creator < 0
+                        and storage_of[slot] not in given_written
+                        and recording.slots[slot].device.type == "cpu",
+                    ),
                     () if is_run or entry.kind != "kernel" else tuple({
                         number for number in map(storage_of.__getitem__, _refs(entry))
                         if not is_made[number]
@@ -516,8 +537,24 @@ def _with_numbers(index: int, entry: Entry, live: dict[Place, int]) -> tuple[Any
     return args, kwargs
 
 
+def _bound_of(
+    entry: Entry, is_there: Callable[[int], bool]
+) -> tuple[int, Callable[[Any], int]] | None:
+    """What `Expected.bound` says."""
+    bound = BOUNDS.get(entry.func)
+    if bound is None or len(entry.args) <= bound[0]:
+        return None
+    indices = entry.args[bound[0]]
+    return bound if type(indices) is Ref and is_there(indices.slot) else None
+
+
 def _expected(
-    entry: Entry, place: int, is_run: bool, live: dict[Place, int], guarded: tuple[int, ...]
+    entry: Entry,
+    place: int,
+    is_run: bool,
+    live: dict[Place, int],
+    bound: Any,
+    guarded: tuple[int, ...],
 ) -> Expected:
     leaf = -1
 
@@ -556,8 +593,9 @@ def _expected(
     ):
         slot = entry.results[0].slot
     return Expected(
-        entry.func, args, tuple(entry.kwargs), tuple(values), does, slot, guarded, entry
-    )
+        entry.func, args, tuple(entry.kwargs), tuple(values), does, slot, guarded, entry,
+        None if is_run else bound,
+    )  # fmt: skip
 
 
 def _outside(slot: int, recording: Recording, slots: list[TensorMeta | None]) -> Outside:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Final
@@ -36,9 +38,11 @@ PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
-    "trainer_log",
+    "trainer_log", "varied_argument",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
+_HOST_S = 20e-6
+"""What an operator takes beside its kernel."""
 _MOST_RECORDED = 8
 """After so many recordings in a row, with no call by plan between them, no more are made."""
 
@@ -116,10 +120,18 @@ class Beside:
         name: the name of its graphs.
         options: how plans are made.
         on_change: as for `roam.compile`.
+        most: for how many kinds of calls plans are kept.
+        refusal: why a plan alone cannot repeat the function; None if it is not known.
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, options: Options, on_change: str
+        self,
+        function: Callable[..., Any],
+        name: str,
+        options: Options,
+        on_change: str,
+        most: int,
+        refusal: CaptureError | None = None,
     ) -> None:
         if not is_possible():
             raise ExecutionError(
@@ -127,10 +139,10 @@ class Beside:
                 code="beside",
             )
         self._function, self._name, self._options = function, name, options
-        self._on_change = on_change
+        self._on_change, self._most, self._why = on_change, most, refusal
         self._calls: dict[Hashable, _Calls] = {}
         self._is_told = False
-        self._refusal: CaptureError | None = None
+        self._refusal: Exception | None = None
         self._torn: list[tuple[Any, int]] = []
         self.last: Planned | None = None
 
@@ -148,7 +160,7 @@ class Beside:
         self._torn = []
         if self._refusal is not None:
             raise self._refusal
-        calls = self._calls.get(key)
+        calls = self._calls.pop(key, None)
         if calls is None:
             if self._on_change == "raise" and self.plans:
                 raise ExecutionError(
@@ -156,7 +168,10 @@ class Beside:
                     "those of the first calls, or leave on_change= out",
                     code="no_plan_fits",
                 )
-            calls = self._calls[key] = _Calls()
+            calls = _Calls()
+        self._calls[key] = calls  # the last one
+        if len(self._calls) > self._most:
+            del self._calls[next(iter(self._calls))]
         for way in calls.ways:
             if way.is_to_be_planned:  # before the call, so that nothing has run if there is no plan
                 way.planned = self._plan(
@@ -175,6 +190,11 @@ class Beside:
             return self._record(args, kwargs, calls)
         return self._match(planned, args, kwargs, calls)
 
+    def planned(self, key: Hashable) -> Planned | None:
+        """By what a call with arguments of this kind runs, unless it goes another way."""
+        calls = self._calls.get(_around(key))
+        return calls.ways[0].planned if calls and calls.ways else None
+
     @property
     def plans(self) -> list[Planned]:
         """All plans."""
@@ -188,7 +208,7 @@ class Beside:
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
         calls = self._calls.get(_around(key))
-        planned = calls.ways[0].planned if calls and calls.ways and not calls.records else None
+        planned = None if calls is None or calls.records else self.planned(key)
         if planned is None:
             return self.run(args, kwargs, key)
         with planned.executor.held():
@@ -219,15 +239,36 @@ class Beside:
             )
         frames = Frames({}, {})
         frames.root = sys._getframe().f_code
-        recorder = Recorder(frames)
-        with _generators_watched(recorder), looking(recorder), recorder:
-            result = self._function(*args, **kwargs)
+        # A step that has plans runs as it is in a call that can have none.
+        recorder = Recorder(frames, stops=not self.plans)
+        drawn = torch.default_generator.get_state()
+        try:
+            with _generators_watched(recorder), looking(recorder), recorder:
+                result = self._function(*args, **kwargs)
+        except Exception:
+            if recorder.stopped is None:
+                raise
+        if recorder.stopped is not None:  # also where the step's own code has caught it
+            torch.default_generator.set_state(drawn)
+            raise self._refused(recorder.stopped) from None
         recording = recorder.end()
         if recording.failed is None:
             self._learn(recording, calls)
+        elif not self.plans:
+            self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
-            self._refusal = recording.failed  # of later calls: this one has run
+            calls.in_vain += 1
+            calls.records = calls.in_vain < _MOST_RECORDED
+            replans.info("%s runs as it is in a call: %s", self._name, recording.failed)
         return result
+
+    def _refused(self, failed: CaptureError) -> CaptureError:
+        """What says why the step can run neither by a plan alone nor beside one."""
+        if self._why is None:
+            return failed
+        refusal = copy(self._why)
+        refusal.args = (f"{refusal}. Nor can its Python run beside a plan: {failed}",)
+        return refusal
 
     def _learn(self, recording: Recording, calls: _Calls) -> None:
         calls.in_vain += 1
@@ -289,6 +330,15 @@ class Beside:
         slot_of = {slot: outside.slot for outside, slot in choice.program.referenced}
         inputs = [slot_of[slot] for slot in executor.bindings.input_slots()]
         devices = frozenset(meta.device.type for meta in program.slots if meta is not None)
+        count = sum(entry.kind != "settle" for entry in script.entries)
+        why = "" if self._why is None else str(self._why).partition(";")[0]
+        why = why and f", since a plan alone cannot repeat it: {why}"
+        logger.log(
+            logging.INFO if self.plans or self._why is None else logging.WARNING,
+            "%s: %s. Its own Python runs beside the plan at each call, which takes about %.1f ms for %d operators "
+            "(docs/explanation/beside.md)%s",
+            self._name, choice, count * _HOST_S * 1e3, count, why,
+        )  # fmt: skip
         logger.info("%s: %s", self._name, choice)
         return Planned(script, choice, executor, memory, inputs, devices, pool)
 
