@@ -117,15 +117,12 @@ def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
     assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
 
 
-<<<<<<< HEAD
-=======
 def test_a_table_of_positions_says_how_large_sizes_may_be() -> None:
     step = run_both(lengths(30, 20, 40, 64))
     assert step._known.traces == 3  # two of the first batch, one for all lengths
     assert len(step._captures) == 2
 
 
->>>>>>> main
 ORDERS = {
     "rising": [5, *range(6, 48, 3)],
     "falling": list(range(47, 4, -5)),
@@ -168,15 +165,6 @@ def test_the_pool_grows_at_most_twice_for_lengths_of_two_arguments() -> None:
         step(ids_of(2, length), ids_of(2, 41 - length))
         pools.append(max(plan.pool_bytes for plan in step.kept().plans))
     assert len(set(pools)) <= 3
-<<<<<<< HEAD
-
-
-def test_a_table_of_positions_says_how_large_sizes_may_be() -> None:
-    step = run_both(lengths(30, 20, 40, 64))
-    assert step._known.traces == 3  # two of the first batch, one for all lengths
-    assert len(step._captures) == 2
-=======
->>>>>>> main
 
 
 def test_two_sizes_change_apart() -> None:
