@@ -137,6 +137,14 @@ def test_batches_of_so_many_tokens_are_planned_for_no_more_than_twice_as_many() 
     assert max(map(math.prod, corners)) <= 2.5 * 48  # some of it for prime numbers
 
 
+def test_sizes_that_grow_one_after_the_other_are_planned_for_together() -> None:
+    step = run_both([(8, 16), (5, 10), (6, 18), (7, 30), (8, 31)])
+    assert len(step._captures) == 2
+    (corner,) = sizes_of(step)[0].corners
+    assert corner[0] == 8
+    assert 31 <= corner[1] <= 37  # a prime number
+
+
 def test_smaller_batches_need_no_room() -> None:
     step = run_both([(4, 8), (3, 8), (4, 8), (2, 8), (4, 8)])
     assert len(step._captures) == 2

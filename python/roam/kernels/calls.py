@@ -59,8 +59,7 @@ def placed_calls(
 
     `worth_bytes`: results that take less are not computed piece by piece; None: `WORTH_BYTES`.
     """
-    worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
-    where = _Where(device, program.leaving(), unmovable_storages(program), worth_bytes)
+    where = Where.of(program, device, WORTH_BYTES if worth_bytes is None else worth_bytes)
     return [_placed(program, index, where) for index in range(len(program.calls))]
 
 
@@ -95,7 +94,7 @@ def copyable_calls(
     return copyable
 
 
-class _Where(NamedTuple):
+class Where(NamedTuple):
     """What decides about the calls of a program, besides each call's own tensors."""
 
     device: torch.device
@@ -104,8 +103,12 @@ class _Where(NamedTuple):
     unmovable: set[int]
     worth_bytes: int
 
+    @classmethod
+    def of(cls, program: Program, device: torch.device, worth_bytes: int) -> Where:
+        return cls(device, program.leaving(), unmovable_storages(program), worth_bytes)
 
-def _placed(program: Program, index: int, where: _Where) -> Placed | None:
+
+def _placed(program: Program, index: int, where: Where) -> Placed | None:
     call = program.calls[index]
     seen: list[Any] = [where.device, where.worth_bytes]
     for slot in (*call.refs(), *call.outputs):
@@ -123,12 +126,13 @@ def _placed(program: Program, index: int, where: _Where) -> Placed | None:
                 number in where.unmovable,
             )
     if call._known_placed is None or call._known_placed[0] != seen:
-        call._known_placed = seen, _found(program, index, where)
+        call._known_placed = seen, placed_call(program, index, where)
     found: Placed | None = call._known_placed[1]
     return found
 
 
-def _found(program: Program, index: int, where: _Where) -> Placed | None:
+def placed_call(program: Program, index: int, where: Where) -> Placed | None:
+    """How the results of one call can be written where a plan wants them; None if they cannot."""
     device, leaving, unmovable, worth_bytes = where
     call = program.calls[index]
     slots = call.made()

@@ -40,6 +40,43 @@ def numbers_at(
     return lambda number: known[evaluator.places[number.expression]]
 
 
+def seen_at(
+    program: Program, indices: Sequence[int], names: Sequence[str]
+) -> Callable[[Sequence[int]], Program]:
+    """Gives a program at values of the symbols, as far as some of its calls see it; all else stays
+    what it is.
+    """
+    calls = {index: program.calls[index] for index in indices}
+    slots = {slot for call in calls.values() for slot in (*call.refs(), *call.made())}
+    metas = {slot: meta for slot in slots if (meta := program.slots[slot]) is not None}
+    storages = {meta.storage: program.storages[meta.storage] for meta in metas.values()}
+    layouts = [(meta.shape, meta.stride, meta.offset) for meta in metas.values()]
+    sizes = [place.size_bytes for place in storages.values()]
+    nests = [*((call.args, call.kwargs) for call in calls.values()), *layouts, *sizes]
+    evaluator = Evaluator(expressions_in(nests), names)
+    made = evaluator.nests(nests)
+
+    def seen(values: Sequence[int]) -> Program:
+        found = iter(made(evaluator.values(*values)))
+        now = replace(
+            program,
+            calls=list(program.calls),
+            slots=list(program.slots),
+            storages=list(program.storages),
+        )
+        for index, call in calls.items():
+            args, kwargs = next(found)
+            now.calls[index] = replace(call, args=args, kwargs=kwargs)
+        for slot, meta in metas.items():
+            shape, stride, offset = next(found)
+            now.slots[slot] = replace(meta, shape=shape, stride=stride, offset=offset)
+        for place, storage in storages.items():
+            now.storages[place] = replace(storage, size_bytes=next(found))
+        return now
+
+    return seen
+
+
 def at(program: Program, values: Mapping[str, int], *, keeps: bool = False) -> Program:
     """The program at values of the symbols.
 

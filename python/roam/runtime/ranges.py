@@ -7,6 +7,7 @@ to be, at the sizes of the earlier capture, the very program of that one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import Counter
@@ -16,19 +17,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from roam.capture.fake_kernels.cache import key_of
 from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.step import CapturedStep, Variant
 from roam.errors import CaptureError
-from roam.kernels.calls import placed_calls
+from roam.kernels.calls import Placed, Where, placed_call
 from roam.program.diff import difference
 from roam.program.effects import Rebind
 from roam.program.ir import Program
-from roam.program.resized import at, over
+from roam.program.resized import at, over, seen_at
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
 from roam.state.argument_sizes import OFFSET, SHIFT, ArgumentSizes, Change, is_within, parted
 from roam.state.references import ArgumentReference
-from roam.state.sizes import Expression, Narrower, OneLength, Symbols, expressions_in, prime_from
+from roam.state.sizes import (
+    Expression,
+    Narrower,
+    OneLength,
+    Symbols,
+    expressions_in,
+    prime_from,
+    replaced,
+)
 from roam.state.step_call import StepCall
 
 _RANGE = 8
@@ -83,14 +93,15 @@ class Ranges:
             if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
+        are_alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
         for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
             if least > min(sizes.captured().values()):
                 break
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
-                _is_placed_alike(choice, dict(zip(sizes.symbols.names, point, strict=True)), device)
-                for choice in choices
+                is_alike(point)
+                for is_alike in are_alike
                 for point in dict.fromkeys([corner, *tried, *sizes.corners])
             ):
                 sizes.least = least
@@ -268,6 +279,8 @@ class Ranges:
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
         known, values = sizes.corners, sizes.anywhere(values)
+        sizes.elements = sizes.elements or max(map(sizes.product, known), default=0)
+        sizes.elements = max(sizes.elements, sizes.product(values))
         if not any(is_within(values, corner) for corner in known):
             new = values
             if not self._has_limit and not self._given:
@@ -289,9 +302,17 @@ class Ranges:
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]
         grown = list(map(operator.gt, values, before))
         grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
+        both, elements = tuple(map(max, values, before)), room * sizes.elements
+        if sizes.product(both) <= elements and sizes.symbols.hold(both):
+            # One corner above all of them, since the next call may have the largest of each.
+            values, room = both, elements / sizes.product(both)
         by = room ** (1 / max(sum(grown), 1))
         wanted = [int(by * value) for value in values]
-        for larger in (map(prime_from, wanted), wanted):
+        primes = [
+            prime_from(size) if size > value else size
+            for size, value in zip(wanted, values, strict=True)
+        ]
+        for larger in (primes, wanted):
             found = tuple(
                 min(size, limit) if grows else value
                 for value, size, grows, limit in zip(
@@ -348,18 +369,57 @@ def _writes_to_parts(variant: Variant | None, sizes: ArgumentSizes) -> bool:
     )
 
 
-def _is_placed_alike(choice: Choice, values: dict[str, int], device: torch.device) -> bool:
-    """Whether the kernels that a plan places may be placed in the same way at other sizes."""
-    there = placed_calls(at(choice.program, values), device, worth_bytes=0)
-    return all(
-        one is None
-        or (
-            other is not None
+def _placed_alike(
+    choice: Choice, names: Sequence[str], device: torch.device
+) -> Callable[[tuple[int, ...]], bool]:
+    """Tells whether the kernels that a plan places may be placed in the same way at other sizes."""
+    program = choice.program
+    where = Where.of(program, device, worth_bytes=0)
+    calls = _deciding(choice, where.leaving)
+    seen = seen_at(program, list(calls), names)
+
+    @functools.cache
+    def is_alike(values: tuple[int, ...]) -> bool:
+        there = seen(values)
+        return all(
+            (other := placed_call(there, index, where)) is not None
             and (one.placement, one.in_place, one.by_rows)
             == (other.placement, other.in_place, other.by_rows)
+            for index, one in calls.items()
         )
-        for one, other in zip(choice.placed, there, strict=True)
-    )
+
+    return is_alike
+
+
+def _deciding(choice: Choice, leaving: set[int]) -> dict[int, Placed]:
+    """The placed calls on which sizes have a bearing: of those that differ in nothing that decides
+    how their kernels are placed, the first.
+    """
+    program = choice.program
+    found: dict[Any, tuple[int, Placed]] = {}
+    for index, placed in enumerate(choice.placed):
+        if placed is None:
+            continue
+        call = program.calls[index]
+        places = {slot: place for place, slot in enumerate((*call.refs(), *call.made()))}
+        storages: dict[int, int] = {}
+        seen: list[Any] = []
+        for meta in map(program.slots.__getitem__, places):
+            if meta is not None:
+                storage = program.storages[meta.storage]
+                layout = meta.shape, meta.stride, meta.offset, storage.size_bytes
+                number = storages.setdefault(meta.storage, len(storages))
+                is_free = storage.creator >= 0 and meta.storage not in leaving
+                seen.append((layout, meta.dtype, meta.device, number, is_free))
+        told = call.args, call.kwargs, seen
+        if any(expressions_in(told)):
+            in_place = [(places[old], places[new]) for old, new in placed.in_place]
+            args, kwargs, seen = replaced(told, operator.attrgetter("expression"))
+            key = call.target, placed.by_rows, id(placed.placement), *(
+                key_of(nest, places) for nest in (in_place, args, kwargs, seen)
+            )  # fmt: skip
+            found.setdefault(key, (index, placed))
+    return dict(found.values())
 
 
 def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Variant | None:

@@ -6,6 +6,7 @@ how much of the larger tensor it leaves out; where it begins may be a symbol, to
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,7 @@ class ArgumentSizes:
         least: the values of the symbols from which on the plan holds.
         corners: it holds up to each of these, one value for each symbol.
         excluded: values for which a run has found that it does not.
+        elements: the largest product of sizes of a call for which it was planned, without room.
     """
 
     symbols: Symbols
@@ -187,6 +189,7 @@ class ArgumentSizes:
     corners: tuple[tuple[int, ...], ...] = ()
     least: int = Symbols.LEAST
     excluded: set[tuple[int, ...]] = field(default_factory=set)
+    elements: int = 0
     first_places: list[tuple[int, int, int]] = field(init=False)
     """For each symbol an argument, by its place, a dimension of it, and by how much the size is
     larger than the symbol."""
@@ -227,6 +230,11 @@ class ArgumentSizes:
         most = self.symbols.most.values()
         places = zip(values, most, self.first_places, strict=True)
         return tuple([end if dim == OFFSET else value for value, end, (_, dim, _) in places])
+
+    def product(self, values: Sequence[int]) -> int:
+        """Of the values that are sizes."""
+        places = zip(values, self.first_places, strict=True)
+        return math.prod(value for value, (_, dim, _) in places if dim != OFFSET)
 
     def largest(self) -> tuple[int, ...]:
         """Of each symbol, the largest value that a corner has."""
