@@ -44,7 +44,7 @@ help:
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
-	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
+	@echo "make gpu         what only a GPU can show, next to eager PyTorch and others, as files in target/gpu"
 	@echo "make gpu-test    the tests that need a GPU; without one they are skipped"
 	@echo "make docs        install; the documents as a site, warnings being errors, in $(SITE)"
 	@echo "make site        the same, against what is installed"
@@ -149,7 +149,7 @@ bench-compare:
 # Runs what is installed in VENV: no Rust, no network.
 gpu:
 	mkdir -p target
-	$(BIN)/python benches/training.py --output target/training.json
+	$(BIN)/python benches/gpu.py target/gpu
 
 gpu-test:
 	$(BIN)/python -m pytest -rs tests/test_gpu.py

@@ -11,6 +11,7 @@ their bits.
 | `eager-expandable` | with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` |
 | `in-backward` | an optimizer per parameter, stepped by a hook when the gradient is complete |
 | `torch-compile` | the model through `torch.compile` |
+| `torch-compile-50%`, `-25%` | the same with that `activation_memory_budget` |
 | `roam` | `roam.compile`, which chooses whether to use a pool |
 | `roam-pool`, `roam-no-pool` | the same with `pool=True` and `pool=False` |
 | `roam-inductor` | the same with `kernels="inductor"`, which has the bits of compiled kernels |
@@ -18,6 +19,9 @@ their bits.
 | `roam-streams` | the same with `streams=2` |
 | `roam-75%`, `roam-50%`, `roam-25%` | the same with `memory=` that share of what it takes without |
 | `checkpoint` | every block by `torch.utils.checkpoint` |
+
+"x eager" is the speed where each step waits for the device before and after, "unwaited" that of
+steps in a row between which nothing waits.
 
 Each row runs in a process of its own: its peaks and its allocator are its own, and if it dies the
 others go on. Rows that do not fit into ``--minutes`` any more are listed as not run. Exits with 1
@@ -57,6 +61,7 @@ OPTIMIZERS = ("foreach=False", "default", "fused")
 WAYS = (
     "eager", "eager-again", "roam", "roam-cuda-graph", "roam-pool", "roam-no-pool", "in-backward", "eager-expandable",
     "torch-compile", "roam-inductor", "roam-streams", "roam-75%", "roam-50%", "roam-25%", "checkpoint",
+    "torch-compile-50%", "torch-compile-25%",
 )  # fmt: skip
 _MAIN = ("eager", "eager-again", "roam")
 OURS = tuple(way for way in WAYS if way.startswith("roam"))
@@ -161,6 +166,7 @@ def run_one(
         "threads": arguments.threads,
         "deterministic": arguments.deterministic,
         "reference": str(reference),
+        "traces": str(arguments.traces) if arguments.traces else None,
     }
     command = [sys.executable, str(CHILD), json.dumps(request), str(reply)]
     is_late = False
@@ -274,7 +280,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         head = (
             "way", "peak MiB", "reserved MiB", "of eager", "planned MiB", "meas./plan",
-            "steps/s", "x eager", "host us/op", "+us/op", "first s", "bits, status",
+            "steps/s", "x eager", "unwaited", "host us/op", "+us/op", "first s", "bits, status",
         )  # fmt: skip
         lines = [head, *(_line(row, eager, again.get("bits"), len(head)) for row in of_group)]
         parts.append(
@@ -310,6 +316,7 @@ def _line(
         _number(row.get("measured_share_of_planned"), "{:.4f}"),
         _number(speed.get("steps_per_s"), "{:.3g}"),
         _number(speed.get("speed_of_eager"), "{:.3f}"),
+        _number(speed.get("unwaited_speed_of_eager"), "{:.3f}"),
         _number(speed.get("host_us_per_operator"), "{:.1f}"),
         _number(speed.get("more_us_per_operator"), "{:+.1f}"),
         _number(row.get("first_call_s"), "{:.1f}"),
@@ -382,6 +389,9 @@ def parse(options: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--commit", metavar="HASH", help="what was installed (default: the checkout's commit)"
+    )
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="profile a step of each row into this folder"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="where to write all findings as JSON"

@@ -12,7 +12,9 @@ was measured before a process died or ran out of time is not lost.
 3. Losses and parameters after step k are compared, bit for bit, with those that eager PyTorch left
   on disk.
 4. Steps are timed, each beside one of eager PyTorch on a second model where there is memory for
-  two.
+  two: each with a wait for the device before and after, and several in a row without, as in a
+  user's loop.
+5. With a folder for traces, one step is profiled: its trace, and its kernels' and operators' times.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 from training_models import Missing, Training, build
 
@@ -54,6 +57,8 @@ REFERENCE = "eager"
 """The way that the others are compared with."""
 _ALONE = ("eager", "eager-again", "eager-expandable")
 """Ways that eager PyTorch beside them would tell nothing about."""
+_IN_A_ROW = 10
+"""Steps that run without a wait between them when this is timed."""
 _MOST_TIMED = 40
 _FEWEST_TIMED = 5
 
@@ -100,9 +105,11 @@ class Way:
         self.optimizer: Any = (
             OneEach(self.parameters, make) if way == "in-backward" else make(self.parameters)
         )
-        self.model: Any = (
-            torch.compile(self.training.model) if way == "torch-compile" else self.training.model
-        )
+        self.model: Any = self.training.model
+        if way.startswith("torch-compile"):
+            share = way.removeprefix("torch-compile").strip("-%")
+            torch._functorch.config.activation_memory_budget = int(share or 100) / 100
+            self.model = torch.compile(self.training.model)
         train_step = self.training.train_step
         if way == "checkpoint":
             checkpoint_blocks(self.training.model)
@@ -168,6 +175,9 @@ class Row:
         if self.way != "eager-again":
             self.say("timing")
             self.time(way)
+        if self.request.get("traces"):
+            self.say("tracing")
+            self.trace(way, Path(self.request["traces"]))
         if self.way == "roam" and way.compiled is not None:
             self.say("sharing out the saving")
             self.say("sharing out the saving", shares=shares(way.compiled))
@@ -245,8 +255,11 @@ class Row:
             if twin is not None:
                 other.append(self.one(twin))
         values = timing(mine)
+        values["unwaited_step_s"] = self.unwaited(way)
         if other:
             values["beside_eager"] = timing(other)
+            values["beside_eager"]["unwaited_step_s"] = unwaited_s = self.unwaited(twin)
+            values["unwaited_speed_of_eager"] = unwaited_s / values["unwaited_step_s"]
             # Neighbours in time share the machine's troubles.
             values["speed_of_eager"] = statistics.median(
                 b[0] / a[0] for a, b in zip(mine, other, strict=True)
@@ -296,6 +309,32 @@ class Row:
         returned = time.perf_counter()
         self.wait()
         return time.perf_counter() - start, returned - start
+
+    def unwaited(self, way: Way) -> float:
+        """Seconds of a step among several in a row, between which nothing waits for the device."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            way.step()
+        self.wait()
+        return (time.perf_counter() - start) / _IN_A_ROW
+
+    def trace(self, way: Way, folder: Path) -> None:
+        """Profiles one step into two files of the folder: a trace for a viewer, and a table."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.on_cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.wait()
+        with torch.profiler.profile(activities=activities) as profiled:
+            way.step()
+            self.wait()
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("model", "dtype", "optimizer", "way")
+        name = "-".join(str(self.request[name]) for name in names).replace("/", "-")
+        profiled.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        by = "self_device_time_total" if self.on_cuda else "self_cpu_time_total"
+        table = profiled.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=60)
+        (folder / f"{name}.txt").write_text(table)
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
@@ -415,7 +454,7 @@ def ending(error: Exception, way: str) -> str:
         package.startswith(("torch._dynamo", "torch._inductor", "triton"))
         or "compiler" in text.lower()
     )
-    if way == "torch-compile" and cannot:
+    if way.startswith("torch-compile") and cannot:
         return f"skipped: torch.compile cannot run here: {type(error).__name__}: {text}"
     return f"failed: {type(error).__name__}: {text}"
 

@@ -117,6 +117,56 @@ def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
     assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
 
 
+def test_a_table_of_positions_says_how_large_sizes_may_be() -> None:
+    step = run_both(lengths(30, 20, 40, 64))
+    assert step._known.traces == 3  # two of the first batch, one for all lengths
+    assert len(step._captures) == 2
+
+
+ORDERS = {
+    "rising": [5, *range(6, 48, 3)],
+    "falling": list(range(47, 4, -5)),
+    "random": random.Random(1).sample(range(5, 48), 10),
+    "longest last": [*random.Random(2).sample(range(5, 20), 6), 47],
+}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
+def test_the_pool_grows_at_most_twice(order: list[int], is_given: bool) -> None:
+    net = Reader()
+    step = roam.compile(
+        reading(net, torch.optim.SGD(net.parameters(), lr=0.1)),
+        sizes={"ids": {1: 47}} if is_given else True,
+        pool=True,
+    )
+    pools = []
+    for length in order:
+        step(ids_of(2, length))
+        pools.append(max(plan.pool_bytes for plan in step.kept().plans))
+    assert len(set(pools)) - 1 <= (0 if is_given else 2)
+    assert len(step.kept().plans) == (1 if is_given else 2)
+
+
+def test_the_pool_grows_at_most_twice_for_lengths_of_two_arguments() -> None:
+    net = Reader()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(ids).mean((0, 1)) @ net(others).mean((0, 1))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = roam.compile(train, pool=True)
+    pools = []
+    for length in range(5, 37, 2):
+        step(ids_of(2, length), ids_of(2, 41 - length))
+        pools.append(max(plan.pool_bytes for plan in step.kept().plans))
+    assert len(set(pools)) <= 3
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2
@@ -135,14 +185,6 @@ def test_batches_of_so_many_tokens_are_planned_for_no_more_than_twice_as_many() 
     corners = sizes_of(step)[0].corners
     assert len(corners) > 1
     assert max(map(math.prod, corners)) <= 2.5 * 48  # some of it for prime numbers
-
-
-def test_sizes_that_grow_one_after_the_other_are_planned_for_together() -> None:
-    step = run_both([(8, 16), (5, 10), (6, 18), (7, 30), (8, 31)])
-    assert len(step._captures) == 2
-    (corner,) = sizes_of(step)[0].corners
-    assert corner[0] == 8
-    assert 31 <= corner[1] <= 37  # a prime number
 
 
 def test_smaller_batches_need_no_room() -> None:
@@ -440,13 +482,30 @@ def test_a_size_that_python_needs_is_told(caplog: pytest.LogCaptureFixture) -> N
     assert any("one plan does not hold" in message for message in caplog.messages)
 
 
-def test_convolutions_follow_the_size_of_images() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
-        )  # fmt: skip
+def convolved() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
 
+
+def halved_often() -> nn.Module:
+    blocks = [
+        (nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU(), nn.MaxPool2d(2))
+        for inner, outer in ((3, 4), (4, 8), (8, 16), (16, 16))
+    ]
+    layers = [layer for block in blocks for layer in block]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(convolved, (12, 17, 14, 15, 20, 13, 16)), (halved_often, (81, 49, 39, 62, 111, 64, 95, 33))],
+    ids=["convolved", "halved often"],
+)
+def test_convolutions_follow_the_size_of_images(
+    make: Callable[[], nn.Module], sizes: tuple[int, ...]
+) -> None:
     outcomes, step = [], None
     for is_planned in (False, True):
         torch.manual_seed(0)
@@ -467,7 +526,7 @@ def test_convolutions_follow_the_size_of_images() -> None:
             function = step = roam.compile(train, sizes=True)
         losses = [
             function(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size)))
-            for size in (12, 17, 14, 15, 20, 13, 16)
+            for size in sizes
         ]
         outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
     assert_same_bits(*outcomes)
@@ -644,11 +703,65 @@ class TestGiven:
         assert caught.value.code.startswith("memory_")
         assert not optimizer.state
 
+    def test_batches_of_so_many_tokens_have_one_plan(self) -> None:
+        """As a sampler by tokens makes them."""
+        sizes = {"ids": {0: 12, 1: 24, "elements": 48}}
+        shapes = [(5, 9), (2, 24), (12, 4), (6, 8), (3, 16), (12, 3), (2, 20), (4, 12)]
+        step = run_both(shapes, sizes=sizes)
+        assert len(step._captures) == 1
+        corners = sizes_of(step)[0].corners
+        assert max(map(math.prod, corners)) == 48
+        assert all(
+            any(batch <= wide and length <= long for wide, long in corners)
+            for batch in range(2, 13)
+            for length in range(2, 25)
+            if batch * length <= 48
+        )
+        names = sizes_of(step)[0].symbols.names
+        for corner in corners:
+            for runner in step._captures[0].runners:
+                check_plan(runner.choice, dict(zip(names, corner, strict=True)))
+
+    def test_a_bound_on_elements_takes_less_than_both_sizes_at_their_largest(self) -> None:
+        net = Reader()
+        train = reading(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        totals = [
+            roam.compile(train, sizes={"ids": {0: 12, 1: 24, **more}})
+            .plan(ids_of(5, 9))
+            .total_bytes
+            for more in ({"elements": 48}, {})
+        ]
+        assert totals[0] < totals[1]
+
+    def test_other_arguments_of_the_same_size_follow(self) -> None:
+        net = Reader()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            scores = net(batch["input_ids"]).flatten(0, 1)
+            loss = functional.cross_entropy(scores, batch["labels"].flatten())
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = roam.compile(train, sizes={"input_ids": {0: 4, 1: 24}})
+        for shape in ((2, 9), (4, 24), (3, 5)):
+            step({"input_ids": ids_of(*shape), "labels": ids_of(*shape)})
+        assert len(step._captures) == 1
+
     def test_longer_ones_have_other_plans(self) -> None:
         assert len(run_both(lengths(9, 5, 24, 25, 26), sizes={"args[0]": {1: 24}})._captures) >= 2
 
     @pytest.mark.parametrize(
-        "sizes", [{"args[0]": {1: 4}}, {"args[0]": {2: 40}}, {"others": {1: 40}}], ids=str
+        "sizes",
+        [
+            {"args[0]": {1: 4}},
+            {"args[0]": {2: 40}},
+            {"others": {1: 40}},
+            {"ids": {1: 40, "elements": 15}},
+        ],
+        ids=str,
     )
     def test_what_does_not_fit_the_call_is_refused(self, sizes: Any) -> None:
         net = Reader()
@@ -657,7 +770,9 @@ class TestGiven:
             step(ids_of(2, 8))
 
     @pytest.mark.parametrize(
-        "sizes", [{"ids": 4}, {"args[0]": {1: 1}}, 5, {"ids": {-1: 4}}], ids=str
+        "sizes",
+        [{"ids": 4}, {"args[0]": {1: 1}}, 5, {"ids": {-1: 4}}, {"ids": {"elements": 8}}],
+        ids=str,
     )
     def test_what_is_no_mapping_is_refused(self, sizes: Any) -> None:
         with pytest.raises(ValueError, match="sizes must be"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,28 @@ def training() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_part_for_a_gpu_asks_for_what_there_is(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = runpy.run_path(str(BENCH.with_name("gpu.py")))
+    asked = []
+
+    def run(command: list[str], log: Path, **_: str) -> str:
+        asked.append((command[1:], log))
+        return "exit code 0"
+
+    for name, part in parts["PARTS"].items():
+        if name != "estimates":
+            monkeypatch.setitem(part.__globals__, "run", run)
+            assert part(tmp_path, False) == "exit code 0"
+    commands = [command[1:] for command, _ in asked if command[0] == str(BENCH)]
+    assert len(commands) == len(parts["PARTS"]) - 2
+    for options in commands:
+        found = training.wanted(training.parse(options), {})
+        assert {row["way"] for row in found} >= {"eager", "roam"}
+        assert len({log for _, log in asked}) == len(asked)
 
 
 def rows(training: Any, *options: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -59,8 +59,17 @@ def placed_calls(
 
     `worth_bytes`: results that take less are not computed piece by piece; None: `WORTH_BYTES`.
     """
-    where = Where.of(program, device, WORTH_BYTES if worth_bytes is None else worth_bytes)
+    worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
+    where = _Where(device, program.leaving(), unmovable_storages(program), worth_bytes)
     return [_placed(program, index, where) for index in range(len(program.calls))]
+
+
+def placing(program: Program, device: torch.device) -> Callable[[Program, int], Placed | None]:
+    """How a call of the program can be placed, also of the program at other sizes; results are
+    computed piece by piece whatever they take.
+    """
+    where = _Where(device, program.leaving(), unmovable_storages(program), 0)
+    return lambda there, index: _found(there, index, where)
 
 
 def copyable_calls(
@@ -94,7 +103,7 @@ def copyable_calls(
     return copyable
 
 
-class Where(NamedTuple):
+class _Where(NamedTuple):
     """What decides about the calls of a program, besides each call's own tensors."""
 
     device: torch.device
@@ -103,12 +112,8 @@ class Where(NamedTuple):
     unmovable: set[int]
     worth_bytes: int
 
-    @classmethod
-    def of(cls, program: Program, device: torch.device, worth_bytes: int) -> Where:
-        return cls(device, program.leaving(), unmovable_storages(program), worth_bytes)
 
-
-def _placed(program: Program, index: int, where: Where) -> Placed | None:
+def _placed(program: Program, index: int, where: _Where) -> Placed | None:
     call = program.calls[index]
     seen: list[Any] = [where.device, where.worth_bytes]
     for slot in (*call.refs(), *call.outputs):
@@ -126,13 +131,12 @@ def _placed(program: Program, index: int, where: Where) -> Placed | None:
                 number in where.unmovable,
             )
     if call._known_placed is None or call._known_placed[0] != seen:
-        call._known_placed = seen, placed_call(program, index, where)
+        call._known_placed = seen, _found(program, index, where)
     found: Placed | None = call._known_placed[1]
     return found
 
 
-def placed_call(program: Program, index: int, where: Where) -> Placed | None:
-    """How the results of one call can be written where a plan wants them; None if they cannot."""
+def _found(program: Program, index: int, where: _Where) -> Placed | None:
     device, leaving, unmovable, worth_bytes = where
     call = program.calls[index]
     slots = call.made()

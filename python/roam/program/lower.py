@@ -649,6 +649,8 @@ class Lowering:
         self, index: int, copied: Sequence[int], residencies: Sequence[Residency]
     ) -> int:
         at = self._run_as(index, copied)
+        if at is None and not copied and index not in self.kernel_bytes:
+            return 0
         own = sum(self._sizes[number] for number in copied) if at is None else at.workspace_bytes
         kernel_bytes = self.kernel_bytes.get(index, 0)
         release = self._release(index, residencies)
@@ -715,6 +717,8 @@ class Lowering:
             return list(
                 dict.fromkeys((storage_of(old), storage_of(new)) for old, new in at.in_place)
             )
+        if not copied:
+            return []
         # When a result is copied to its place, the arguments have been used.
         size, reads = self._sizes, self.operators[index].reads
         return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from roam.program.ir import Call, ComputedGuard, Program
+from roam.program.ir import Call, ComputedGuard, Program, TensorMeta, substitute
 from roam.state.sizes import Evaluator, Expression, Size, SizedFloat, expressions_in, replaced
 
 
@@ -40,43 +40,6 @@ def numbers_at(
     return lambda number: known[evaluator.places[number.expression]]
 
 
-def seen_at(
-    program: Program, indices: Sequence[int], names: Sequence[str]
-) -> Callable[[Sequence[int]], Program]:
-    """Gives a program at values of the symbols, as far as some of its calls see it; all else stays
-    what it is.
-    """
-    calls = {index: program.calls[index] for index in indices}
-    slots = {slot for call in calls.values() for slot in (*call.refs(), *call.made())}
-    metas = {slot: meta for slot in slots if (meta := program.slots[slot]) is not None}
-    storages = {meta.storage: program.storages[meta.storage] for meta in metas.values()}
-    layouts = [(meta.shape, meta.stride, meta.offset) for meta in metas.values()]
-    sizes = [place.size_bytes for place in storages.values()]
-    nests = [*((call.args, call.kwargs) for call in calls.values()), *layouts, *sizes]
-    evaluator = Evaluator(expressions_in(nests), names)
-    made = evaluator.nests(nests)
-
-    def seen(values: Sequence[int]) -> Program:
-        found = iter(made(evaluator.values(*values)))
-        now = replace(
-            program,
-            calls=list(program.calls),
-            slots=list(program.slots),
-            storages=list(program.storages),
-        )
-        for index, call in calls.items():
-            args, kwargs = next(found)
-            now.calls[index] = replace(call, args=args, kwargs=kwargs)
-        for slot, meta in metas.items():
-            shape, stride, offset = next(found)
-            now.slots[slot] = replace(meta, shape=shape, stride=stride, offset=offset)
-        for place, storage in storages.items():
-            now.storages[place] = replace(storage, size_bytes=next(found))
-        return now
-
-    return seen
-
-
 def at(program: Program, values: Mapping[str, int], *, keeps: bool = False) -> Program:
     """The program at values of the symbols.
 
@@ -94,6 +57,95 @@ def at(program: Program, values: Mapping[str, int], *, keeps: bool = False) -> P
         return kind(value, number.expression)
 
     return replaced_in(program, new)
+
+
+def distinct(program: Program, calls: Iterable[int]) -> list[int]:
+    """Of these calls, the first of each kind: their operators, arguments and tensors are the same
+    at all sizes, but for which tensors they are.
+    """
+    leaving, kinds = program.leaving(), dict[str, int]()
+    for index in calls:
+        call, slots, storages = program.calls[index], dict[int, int](), dict[int, int]()
+        tensors: list[Any] = []
+        for slot in (*call.refs(), *call.outputs):
+            meta = None if slot is None else program.slots[slot]
+            if slot is None or meta is None or slot in slots:
+                continue
+            slots[slot] = len(slots)
+            place = program.storages[meta.storage]
+            tensors += (
+                slot in call.outputs,
+                replaced((meta.shape, meta.stride, meta.offset, place.size_bytes), _text),
+                (meta.dtype, meta.device, meta.is_conj, meta.is_neg),
+                storages.setdefault(meta.storage, len(storages)),
+                (place.creator < 0, place.creator == index, meta.storage in leaving),
+            )
+        arguments = substitute((call.args, call.kwargs), lambda ref: f"slot {slots.get(ref.slot)}")  # noqa: B023 - it is called here
+        kinds.setdefault(repr((call.target, replaced(arguments, _text), tensors)), index)
+    return list(kinds.values())
+
+
+def _text(number: Any) -> str:
+    return f"{type(number).__name__} {number.expression.text()}"
+
+
+def calls_at(
+    program: Program, calls: Sequence[int], names: Iterable[str]
+) -> Callable[[Sequence[int]], Program]:
+    """Gives a program in which these calls and their tensors are at values of the symbols of these
+    names, and all others as they are.
+    """
+    slots = {
+        slot
+        for index in calls
+        for slot in (*program.calls[index].refs(), *program.calls[index].outputs)
+        if slot is not None and program.slots[slot] is not None
+    }
+    sized = {place for slot in slots if (place := program.storage_of(slot)) >= 0}
+    only = [program.calls[index] for index in calls]
+    evaluator = Evaluator(
+        expressions_in(
+            [
+                [(call.args, call.kwargs) for call in only],
+                [(one.shape, one.stride, one.offset) for slot in slots if (one := program.slots[slot])],
+                [program.storages[place].size_bytes for place in sized],
+            ]
+        ),
+        names,
+    )  # fmt: skip
+
+    def at_values(values: Sequence[int]) -> Program:
+        known = evaluator.values(*values)
+
+        def new(number: Any) -> Any:
+            return known[evaluator.places[number.expression]]
+
+        there = replace(
+            program,
+            calls=list(program.calls),
+            slots=list(program.slots),
+            storages=list(program.storages),
+        )
+        for index, call in zip(calls, only, strict=True):
+            there.calls[index] = _call(call, new)
+        for slot in slots:
+            there.slots[slot] = _meta(program.slots[slot], new)
+        for place in sized:
+            size_bytes = replaced(program.storages[place].size_bytes, new)
+            there.storages[place] = replace(program.storages[place], size_bytes=size_bytes)
+        return there
+
+    return at_values
+
+
+def _meta(meta: TensorMeta | None, new: Callable[[Any], Any]) -> TensorMeta | None:
+    if meta is None:
+        return None
+    layout = meta.shape, meta.stride, meta.offset
+    if (found := replaced(layout, new)) is layout:
+        return meta
+    shape, stride, offset = found
+    return replace(meta, shape=shape, stride=stride, offset=offset)
 
 
 def over(program: Program, corners: Sequence[Mapping[str, int]]) -> Program:
@@ -132,13 +184,7 @@ def replaced_in(program: Program, new: Callable[[Any], Any]) -> Program:
     """A program with `new` of each number that follows from symbols."""
     calls, slots, storages = list(program.calls), list(program.slots), list(program.storages)
     calls = [_call(call, new) for call in calls]
-    for place, meta in enumerate(slots):
-        if meta is None:
-            continue
-        layout = meta.shape, meta.stride, meta.offset
-        if (found := replaced(layout, new)) is not layout:
-            shape, stride, offset = found
-            slots[place] = replace(meta, shape=shape, stride=stride, offset=offset)
+    slots = [_meta(meta, new) for meta in slots]
     for place, storage in enumerate(storages):
         if type(storage.size_bytes) is Size:
             storages[place] = replace(storage, size_bytes=new(storage.size_bytes))

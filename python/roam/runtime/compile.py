@@ -48,6 +48,7 @@ from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
+from roam.state.argument_sizes import ELEMENTS
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
@@ -86,7 +87,7 @@ def compile(
     offload: str | os.PathLike[str] | None = None,
     kernels: Literal["eager", "inductor"] = "eager",
     cuda_graph: bool = False,
-    sizes: bool | Mapping[str, Mapping[int, int]] = True,
+    sizes: bool | Mapping[str, Mapping[Any, int]] = True,
     python: Python = "idle",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
@@ -146,6 +147,7 @@ def compile(
             has a plan of its own. A mapping says from the first call on which dimensions of which
             arguments change, and the largest size of each: ``{"input_ids": {1: 512}}``. An argument
             is named by its parameter, by its key, or in full, as in ``"args[0]['input_ids']"``.
+            ``{"input_ids": {0: 64, 1: 512, "elements": 8192}}`` bounds their product, too.
             Totals and memory budgets are those of the largest sizes. See docs/how-to/shapes.md.
         python: what becomes of the step's own Python. ``"idle"``: it runs when the step is
             captured, and no more; a step whose Python does what a plan cannot repeat is refused.
@@ -219,21 +221,28 @@ def compile(
     )
 
 
-def _ranges(sizes: Any) -> dict[str, dict[int, int]]:
-    """The largest size of each dimension of each argument that is named.
+def _ranges(sizes: Any) -> dict[str, dict[Any, int]]:
+    """The largest size of each dimension of each argument that is named, and the most elements.
 
     Raises:
         ValueError: it is no mapping of names to mappings of dimensions to sizes.
     """
     known = {}
     for name, dims in sizes.items() if isinstance(sizes, Mapping) else (("", None),):
-        if not isinstance(dims, Mapping) or not all(
-            type(dim) is int and dim >= 0 and type(most) is int and most >= 2
-            for dim, most in dims.items()
+        if (
+            not isinstance(dims, Mapping)
+            or not all(
+                (dim == ELEMENTS or (type(dim) is int and dim >= 0))
+                and type(most) is int
+                and most >= 2
+                for dim, most in dims.items()
+            )
+            or (ELEMENTS in dims and len(dims) not in (2, 3))
         ):
             raise ValueError(
                 'sizes must be True, False or a mapping such as {"input_ids": {1: 512}}, which names an argument, '
-                f"its dimensions, and the largest size of each (2 or more), not {sizes!r}"
+                'its dimensions, and the largest size of each (2 or more), and beside one or two of them perhaps "elements", not '
+                f"{sizes!r}"
             )
         known[str(name)] = dict(dims)
     return known

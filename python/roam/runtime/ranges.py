@@ -17,27 +17,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from roam.capture.fake_kernels.cache import key_of
 from roam.capture.fake_kernels.sized import SizedKernels
 from roam.capture.step import CapturedStep, Variant
 from roam.errors import CaptureError
-from roam.kernels.calls import Placed, Where, placed_call
+from roam.kernels.calls import Placed, placing
 from roam.program.diff import difference
 from roam.program.effects import Rebind
 from roam.program.ir import Program
-from roam.program.resized import at, over, seen_at
+from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Options
-from roam.state.argument_sizes import OFFSET, SHIFT, ArgumentSizes, Change, is_within, parted
+from roam.state.argument_sizes import (
+    ELEMENTS,
+    OFFSET,
+    SHIFT,
+    ArgumentSizes,
+    Change,
+    is_within,
+    may_have_symbols,
+    parted,
+)
 from roam.state.references import ArgumentReference
 from roam.state.sizes import (
+    Evaluator,
     Expression,
     Narrower,
     OneLength,
     Symbols,
     expressions_in,
     prime_from,
-    replaced,
 )
 from roam.state.step_call import StepCall
 
@@ -46,6 +54,8 @@ _RANGE = 8
 _LEAST = (Symbols.LEAST, 4, 8, 32)
 """Sizes from which on plans hold for all larger ones. Parts of small sizes may be the whole, and
 attention is computed piece by piece from 32 queries on."""
+_CORNERS = 8
+"""At about how many of a plan's corners its kernels are looked up again."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
@@ -87,22 +97,21 @@ class Ranges:
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         largest = sizes.largest()
+        corners = [*sizes.corners[:: max(len(sizes.corners) // _CORNERS, 1)], sizes.corners[-1]]
         points = [
             tuple(map(min, point.values(), largest))
             for point in sizes.symbols.points
             if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
-        are_alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
+        alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
         for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
             if least > min(sizes.captured().values()):
                 break
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
-                is_alike(point)
-                for is_alike in are_alike
-                for point in dict.fromkeys([corner, *tried, *sizes.corners])
+                hold(point) for hold in alike for point in dict.fromkeys([corner, *tried, *corners])
             ):
                 sizes.least = least
                 return
@@ -166,7 +175,9 @@ class Ranges:
         leaves = call.taken(before.arguments.taker).leaves
         changes = dict[int, Change]()
         dims: dict[int, dict[int, _Seen]] = {}
-        for name, sizes in self._given.items():
+        bounds: dict[int, int] = {}
+        for name, given in self._given.items():
+            sizes = {dim: most for dim, most in given.items() if dim != ELEMENTS}
             places = before.arguments.places_named(name) or before.arguments.places_named(
                 f"args[{self._parameters.get(name)}]"
             )
@@ -178,15 +189,34 @@ class Ranges:
             for place in places:
                 shape = leaves[place].shape
                 changes |= before.arguments.sharing(place, leaves)
+                dims.setdefault(place, {})
+                if ELEMENTS in given:
+                    bounds[place] = given[ELEMENTS]
+                    if leaves[place].numel() > bounds[place]:
+                        raise CaptureError(
+                            f"sizes= says that {name!r} has up to {bounds[place]} elements, and its shape is {tuple(shape)}",
+                            code="argument",
+                        )
                 for dim, most in sizes.items():
                     if dim >= len(shape) or not Symbols.LEAST <= shape[dim] <= most:
                         raise CaptureError(
                             f"sizes= says that dimension {dim} of {name!r} has 2 to {most} elements, and its shape is {tuple(shape)}",
                             code="argument",
                         )
-                    dims.setdefault(place, {})[dim] = _Seen(None, most, shape[dim])
+                    dims[place][dim] = _Seen(None, most, shape[dim])
+        known = {
+            (dim, size.now): size for sizes_of in dims.values() for dim, size in sizes_of.items()
+        }
+        for place, leaf in enumerate(leaves):
+            # A mask and labels are as long as the text.
+            if place in dims or not isinstance(leaf, torch.Tensor) or not may_have_symbols(leaf):
+                continue
+            alike = {dim: known[dim, size] for dim, size in enumerate(leaf.shape) if (dim, size) in known}  # fmt: skip
+            if alike:
+                changes |= before.arguments.sharing(place, leaves)
+                dims[place] = alike
         try:
-            found = self._captured(capture, before, [before], changes, dims, call, is_given=True)
+            found = self._captured(capture, before, [before], changes, dims, call, bounds)
             if found.arguments.sizes is not None:
                 return found
             reason = "it goes another way if sizes may change"
@@ -203,12 +233,15 @@ class Ranges:
         changes: Mapping[int, Change],
         dims: Mapping[int, Mapping[int, _Seen]],
         call: StepCall,
-        *,
-        is_given: bool = False,
+        bounds: Mapping[int, int] | None = None,
     ) -> CapturedStep:
         """A capture for many sizes that is, at those of an ordinary capture, the same step; or the
         ordinary capture of this call.
+
+        Args:
+            bounds: the most elements of some arguments; None if the user has said no sizes.
         """
+        is_given = bounds is not None
         leaves = call.taken(before.arguments.taker).leaves
         of = _named(dims)
         values: dict[str, int] = {}
@@ -222,6 +255,8 @@ class Ranges:
                 earlier[name] = before.arguments.size(place, dim) - more
                 seen[name] = size.before - more if is_given else max(earlier[name], values[name])
                 most[name] = seen[name] if is_given else _RANGE * seen[name]
+                if (table := _table(before, size.before)) is not None and not is_given:
+                    most[name] = max(seen[name], min(most[name], table - more))
                 if dim == OFFSET:
                     floors[name] = SHIFT
                     most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
@@ -257,8 +292,9 @@ class Ranges:
                 step.arguments.sizes = sizes
                 if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
                     raise OneLength("it writes to an argument that is a part of another tensor")
-                if is_given:
-                    return self.enlarged(step, tuple(seen.values()))
+                if bounds is not None:
+                    sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
+                    return self.enlarged(step, sizes.corners[0])
                 before_now = tuple(earlier.values())
                 if sizes.admits(before_now):
                     sizes.corners = (sizes.anywhere(before_now),)
@@ -279,40 +315,38 @@ class Ranges:
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
         known, values = sizes.corners, sizes.anywhere(values)
-        sizes.elements = sizes.elements or max(map(sizes.product, known), default=0)
-        sizes.elements = max(sizes.elements, sizes.product(values))
         if not any(is_within(values, corner) for corner in known):
             new = values
             if not self._has_limit and not self._given:
-                # Pages of the CPU's memory that nobody touches are never taken.
-                room = 2.0 if variant.device.type == "cpu" else 1.25
-                new = self._with_room(sizes, new, room)
+                new = self._with_room(sizes, new, is_cpu=variant.device.type == "cpu")
+                sizes = replace(sizes, enlarged=sizes.enlarged + 1)
             known = (*(corner for corner in known if not is_within(corner, new)), new)
         step.arguments.sizes = sizes = replace(sizes, corners=known)
         of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
         return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
 
     def _with_room(
-        self, sizes: ArgumentSizes, values: tuple[int, ...], room: float
+        self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
     ) -> tuple[int, ...]:
-        """Sizes of so many times the elements, larger where these are the largest so far, and of no
-        other size by chance, so that what is equal there is equal everywhere.
+        """Larger sizes, where these are the largest so far, and of no other size by chance, so that
+        what is equal there is equal everywhere.
+
+        Pages of the CPU's memory that nobody touches are never taken. So there a size is doubled,
+        and the next time as good as all of the range has room. Sizes of one argument share its
+        elements, of which there are to be twice as many, and no more.
         """
         before = sizes.largest() or (0,) * len(values)
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]
         grown = list(map(operator.gt, values, before))
         grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
-        both, elements = tuple(map(max, values, before)), room * sizes.elements
-        if sizes.product(both) <= elements and sizes.symbols.hold(both):
-            # One corner above all of them, since the next call may have the largest of each.
-            values, room = both, elements / sizes.product(both)
-        by = room ** (1 / max(sum(grown), 1))
-        wanted = [int(by * value) for value in values]
-        primes = [
-            prime_from(size) if size > value else size
-            for size, value in zip(wanted, values, strict=True)
-        ]
-        for larger in (primes, wanted):
+        room = 2.0 if is_cpu else 1.25
+        wanted = []
+        for value, names in zip(values, sizes.beside(), strict=True):
+            shares = max(sum(grown[place] for place in names), 1)
+            is_alone = len(names) == 1 and is_cpu
+            by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
+            wanted.append(int(by * value))
+        for larger in (map(prime_from, wanted), wanted):
             found = tuple(
                 min(size, limit) if grows else value
                 for value, size, grows, limit in zip(
@@ -369,57 +403,46 @@ def _writes_to_parts(variant: Variant | None, sizes: ArgumentSizes) -> bool:
     )
 
 
+def _table(step: CapturedStep, size: int) -> int | None:
+    """How many elements the shortest table has, such as of positions, of which the step takes the
+    first so many. Sizes are hardly larger, and a trace for larger ones would be for nothing.
+    """
+    program = (step.steady or step.first).as_written  # type: ignore[union-attr]
+    given = {slot for one, slot in program.referenced if isinstance(one, ArgumentReference)}
+    found = []
+    for call in program.calls:
+        if call.target is torch.ops.aten.slice.Tensor and len(call.args) == 4:
+            ref, dim, start, end = call.args
+            meta = program.slots[ref.slot]
+            is_kept = meta is not None and program.storages[meta.storage].creator < 0
+            if is_kept and (start, end) == (0, size) and ref.slot not in given:
+                found.append(int(meta.shape[dim]))
+    return min(found, default=None)
+
+
 def _placed_alike(
     choice: Choice, names: Sequence[str], device: torch.device
 ) -> Callable[[tuple[int, ...]], bool]:
-    """Tells whether the kernels that a plan places may be placed in the same way at other sizes."""
-    program = choice.program
-    where = Where.of(program, device, worth_bytes=0)
-    calls = _deciding(choice, where.leaving)
-    seen = seen_at(program, list(calls), names)
+    """Tells whether the kernels that a plan places may be placed in the same way at values of the
+    symbols.
+    """
+    placed = choice.placed
+    calls = [index for index, one in enumerate(placed) if one is not None]
+    calls = distinct(choice.program, calls)
+    there, found = calls_at(choice.program, calls, names), placing(choice.program, device)
+
+    def is_alike(one: Placed | None, other: Placed | None) -> bool:
+        return one is not None and other is not None and (
+            (one.placement, one.in_place, one.by_rows)
+            == (other.placement, other.in_place, other.by_rows)
+        )  # fmt: skip
 
     @functools.cache
-    def is_alike(values: tuple[int, ...]) -> bool:
-        there = seen(values)
-        return all(
-            (other := placed_call(there, index, where)) is not None
-            and (one.placement, one.in_place, one.by_rows)
-            == (other.placement, other.in_place, other.by_rows)
-            for index, one in calls.items()
-        )
+    def hold(values: tuple[int, ...]) -> bool:
+        program = there(values)
+        return all(is_alike(placed[index], found(program, index)) for index in calls)
 
-    return is_alike
-
-
-def _deciding(choice: Choice, leaving: set[int]) -> dict[int, Placed]:
-    """The placed calls on which sizes have a bearing: of those that differ in nothing that decides
-    how their kernels are placed, the first.
-    """
-    program = choice.program
-    found: dict[Any, tuple[int, Placed]] = {}
-    for index, placed in enumerate(choice.placed):
-        if placed is None:
-            continue
-        call = program.calls[index]
-        places = {slot: place for place, slot in enumerate((*call.refs(), *call.made()))}
-        storages: dict[int, int] = {}
-        seen: list[Any] = []
-        for meta in map(program.slots.__getitem__, places):
-            if meta is not None:
-                storage = program.storages[meta.storage]
-                layout = meta.shape, meta.stride, meta.offset, storage.size_bytes
-                number = storages.setdefault(meta.storage, len(storages))
-                is_free = storage.creator >= 0 and meta.storage not in leaving
-                seen.append((layout, meta.dtype, meta.device, number, is_free))
-        told = call.args, call.kwargs, seen
-        if any(expressions_in(told)):
-            in_place = [(places[old], places[new]) for old, new in placed.in_place]
-            args, kwargs, seen = replaced(told, operator.attrgetter("expression"))
-            key = call.target, placed.by_rows, id(placed.placement), *(
-                key_of(nest, places) for nest in (in_place, args, kwargs, seen)
-            )  # fmt: skip
-            found.setdefault(key, (index, placed))
-    return dict(found.values())
+    return hold
 
 
 def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Variant | None:
@@ -429,6 +452,31 @@ def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Vari
     is_one = variant.as_written is variant.program
     as_written = program if is_one else over(variant.as_written, corners)
     return replace(variant, program=program, as_written=as_written)
+
+
+def _corners(
+    sizes: ArgumentSizes, most: tuple[int, ...], bounds: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The largest sizes at which no argument has more elements than its bound."""
+    symbols, names = list(sizes.symbols.symbols.values()), sizes.symbols.names
+    corners = [sizes.anywhere(most)]
+    for place, bound in bounds.items():
+        elements = sizes.symbols.strides(sizes.layouts[place].shape)[1]
+        count = Evaluator([elements], names).values
+        *others, last = sorted({symbols.index(parted(size)[0]) for size in sizes.dims[place].values()})  # fmt: skip
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for corner in corners:
+            values = list(corner)
+            # As the one size grows, the other falls.
+            for value in range(sizes.least, corner[others[0]] + 1) if others else (corner[last],):
+                values[others[0] if others else last] = value
+                while values[last] >= sizes.least and count(*values)[0] > bound:
+                    values[last] -= 1
+                if values[last] >= sizes.least:
+                    rest = [size for at, size in enumerate(values) if at not in others]
+                    found[tuple(rest)] = tuple(values)
+        corners = list(found.values())
+    return tuple(corners)
 
 
 def _parameters(train_step: Callable[..., Any]) -> dict[str, int]:

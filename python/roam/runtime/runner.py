@@ -52,7 +52,7 @@ from roam.state.arguments import Taker
 from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
 from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Misfit, changed, same, show
-from roam.state.freed_gradients import lacks, note_freed
+from roam.state.freed_gradients import lacks, note_freed, note_reset
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -166,13 +166,15 @@ class Runner:
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {reference.path for reference in self._references}
         self._consumed: list[Any] = []
-        self._ignored: list[Drop] = []
+        self._ignored: list[tuple[Callable[[], Any], bool]] = []
+        """What finds each parameter whose gradient nothing reads, and whether the plan frees it."""
+        ignored = set()
         for drop in program.of(Drop):
             if drop.reference.path in used or isinstance(drop.reference, ArgumentReference):
                 self._consumed.append(drop.reference)
             else:
-                self._ignored.append(drop)
-        ignored = set(map(id, self._ignored))
+                self._ignored.append((getter(drop.reference.parameter), drop.frees))
+                ignored.add(id(drop))
         self._effects = sorted(
             (
                 (place, effect)
@@ -193,11 +195,21 @@ class Runner:
             if isinstance(effect, Skip)
         ]
         histories = [*program.result.histories, *(one.history for one in program.of(Rebind))]
-        self._sources = {
+        sources = {
             reference.path: reference
             for history in histories
             if history != "leaf" and history != "none"
             for reference in history
+        }
+        self._given = {
+            path: reference
+            for path, reference in sources.items()
+            if isinstance(reference, ArgumentReference)
+        }
+        self._sources = {
+            path: getter(reference)
+            for path, reference in sources.items()
+            if path not in self._given
         }
         self._has_checks = any(call.is_check for call in program.calls)
         self._may_be_left = self._has_checks or any(
@@ -430,13 +442,10 @@ class Runner:
                 self._executor.at(self._sizes.values(leaves))
             call.inputs = []  # what nothing else holds is freed after its last use
             found = [effect.look_up(leaves) for _, effect in self._effects]
-            sources = {path: held(reference, leaves) for path, reference in self._sources.items()}
+            sources = {path: get() for path, get in self._sources.items()}
+            sources |= {path: reference.find(leaves) for path, reference in self._given.items()}
         inputs += [tensor for tensor, _ in program.constants]
-        kept = (
-            [(drop.reference, drop.reference.get()) for drop in self._ignored]
-            if self._may_be_left
-            else []
-        )
+        kept = self._left_gradients() if self._may_be_left else []
         if misfit is not None:
             raise Declined(misfit)
         if self.choice.pages is not None:
@@ -465,13 +474,13 @@ class Runner:
                     if self._groups:
                         leave(self._sequences, str(error))
                     failure = self._failed(error, drawn)
-                    for reference, gradient in kept if isinstance(failure, Declined) else ():
-                        reference.set(None if gradient is MISSING else gradient)
+                    for parameter, gradient in kept if isinstance(failure, Declined) else ():
+                        parameter.grad = gradient
                     if failure is error:
                         raise
                     raise failure from error
-                for drop in self._ignored:
-                    drop.note()
+                for get, frees in self._ignored:
+                    (note_freed if frees else note_reset)(get())
                 histories, joins = Histories(sources), self._joins(leaves)
                 for place, layout in program.result.joined.items():
                     result[place] = joins(result[place], layout)
@@ -611,14 +620,11 @@ class Runner:
         """The result of an eager run of the same step; `memory` then tells what it took."""
         # The plan does not contain gradients that the last step left, and eager PyTorch keeps them
         # until the step drops them.
-        left = [drop.reference.get() for drop in self._ignored]
-        left_bytes = sum(
+        left_bytes = self._entering_bytes() + sum(
             local_of(gradient).untyped_storage().nbytes()
-            for gradient in left
-            if gradient is not MISSING
+            for _, gradient in self._left_gradients()
+            if gradient is not None
         )
-        left_bytes += self._entering_bytes()
-        del left
         self._give_buckets_back()  # eager PyTorch needs them, so they are to count
         trace = measure_peak(work, device=self._device.type)
         known_bytes = max(left_bytes - (trace.unseen_freed_bytes or 0), 0)
@@ -630,14 +636,18 @@ class Runner:
         )
         return trace.value
 
+    def _left_gradients(self) -> list[tuple[Any, Any]]:
+        """Parameters with the gradients from before the step that nothing reads."""
+        return [(parameter, parameter.grad) for parameter in [get() for get, _ in self._ignored]]
+
     def _entering_bytes(self) -> int:
         """Memory from before the step that dies in it, since its tensors are given other data."""
         return sum(self._program.storages[number].size_bytes for number in self._program.entering)
 
     def _make_room(self) -> None:
         """Frees what only eager PyTorch keeps from one step to the next."""
-        for drop in self._ignored:
-            parameter = drop.reference.parameter.get()
+        for get, _ in self._ignored:
+            parameter = get()
             if parameter.grad is not None:
                 parameter.grad = None
                 note_freed(parameter)  # unless the run is done

@@ -114,7 +114,7 @@ class Options:
     offload: Path | None = None
     kernels: Literal["eager", "inductor"] = "eager"
     cuda_graph: bool = False
-    sizes: bool | Mapping[str, Mapping[int, int]] = False
+    sizes: bool | Mapping[str, Mapping[Any, int]] = False
     tries_kernels: bool = False
     """Whether kernels are tried even if the step's tensors are fakes. The real tensors that these
     stand for have room.

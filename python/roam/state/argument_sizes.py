@@ -6,7 +6,6 @@ how much of the larger tensor it leaves out; where it begins may be a symbol, to
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from roam.torch_compat.private import FakeTensor
 
 OFFSET: Final = -1
 """Stands for a dimension where a symbol is an argument's storage offset."""
+ELEMENTS: Final = "elements"
+"""Stands for a dimension where a user says how many elements an argument has at most."""
 SHIFT: Final = 64
 """How much larger such a symbol is than the offset: ranges begin at 2, or at 32, and offsets at
 0."""
@@ -179,8 +180,8 @@ class ArgumentSizes:
         layouts: how these arguments lie.
         least: the values of the symbols from which on the plan holds.
         corners: it holds up to each of these, one value for each symbol.
+        enlarged: how often it has been planned for larger sizes, with room for others.
         excluded: values for which a run has found that it does not.
-        elements: the largest product of sizes of a call for which it was planned, without room.
     """
 
     symbols: Symbols
@@ -188,8 +189,8 @@ class ArgumentSizes:
     layouts: Mapping[int, Layout]
     corners: tuple[tuple[int, ...], ...] = ()
     least: int = Symbols.LEAST
+    enlarged: int = 0
     excluded: set[tuple[int, ...]] = field(default_factory=set)
-    elements: int = 0
     first_places: list[tuple[int, int, int]] = field(init=False)
     """For each symbol an argument, by its place, a dimension of it, and by how much the size is
     larger than the symbol."""
@@ -231,10 +232,17 @@ class ArgumentSizes:
         places = zip(values, most, self.first_places, strict=True)
         return tuple([end if dim == OFFSET else value for value, end, (_, dim, _) in places])
 
-    def product(self, values: Sequence[int]) -> int:
-        """Of the values that are sizes."""
-        places = zip(values, self.first_places, strict=True)
-        return math.prod(value for value, (_, dim, _) in places if dim != OFFSET)
+    def beside(self) -> list[set[int]]:
+        """For each symbol the places of those, itself among them, that sizes of the same argument
+        follow from.
+        """
+        places = {symbol: place for place, symbol in enumerate(self.symbols.symbols.values())}
+        found = [{place} for place in places.values()]
+        for dims in self.dims.values():
+            of = {places[parted(size)[0]] for dim, size in dims.items() if dim != OFFSET}
+            for place in of:
+                found[place] |= of
+        return found
 
     def largest(self) -> tuple[int, ...]:
         """Of each symbol, the largest value that a corner has."""

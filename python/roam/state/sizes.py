@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations_with_replacement
@@ -40,6 +41,8 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "and": lambda one, other: one and other, "or": lambda one, other: one or other,
 }  # fmt: skip
 _CARRIERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_TRIED: Final = 32
+"""At how many points expressions with the same values are compared, for each end of the range."""
 Monomial = tuple["Expression", ...]
 Text = str
 """`Expression` has a method of the name `str`, for which PyTorch asks."""
@@ -61,6 +64,18 @@ class Narrower(OneLength):
         super().__init__(reason)
         self.most = most
         self.least = least
+
+
+class Unclear(Exception):
+    """Expressions that differ have the same values at all points.
+
+    Attributes:
+        point: values of the symbols at which they differ.
+    """
+
+    def __init__(self, point: dict[str, int]) -> None:
+        super().__init__(str(point))
+        self.point = point
 
 
 class Symbols:
@@ -101,9 +116,9 @@ class Symbols:
         """Of the conditions, as many as there were when they were last asked about."""
         self._order: dict[Expression, int] = {}
         self._known: dict[Any, Expression] = {}
-        self._by_values: dict[tuple[Any, ...], Expression] = {}
-        self._by_ratio: dict[tuple[int, ...], tuple[Expression, int]] = {}
-        """The same, divided by what all values have in common."""
+        self._by_ratio: dict[tuple[int, ...], dict[Expression, int]] = {}
+        """Integers by their values, divided by what these have in common, which stands beside
+        them."""
         self.symbols = {name: self._symbol(name) for name in values}
 
     def _symbol(self, name: str) -> Expression:
@@ -192,13 +207,7 @@ class Symbols:
         key = frozenset(terms.items())
         found = self._known.get(key)
         if found is None:
-            values = tuple(
-                sum(
-                    factor * math.prod(atom.values[place] for atom in atoms)
-                    for atoms, factor in terms.items()
-                )
-                for place in range(len(self.points))
-            )
+            values = tuple(_sum(terms, place) for place in range(len(self.points)))
             found = Expression(self, "i", "polynomial", (), values, _bounds(terms))
             found.terms = dict(terms)
             self._note(key, found)
@@ -209,7 +218,7 @@ class Symbols:
         key = (op, *args)
         found = self._known.get(key)
         if found is None:
-            function = _FUNCTIONS.get(op) or getattr(math, op.removeprefix("math."))
+            function = _function(op)
             values = tuple(
                 _applied(function, [arg.values[place] for arg in args])
                 for place in range(len(self.points))
@@ -230,11 +239,30 @@ class Symbols:
             self._register(found)
 
     def _register(self, found: Expression) -> None:
-        self._by_values.setdefault(found.values, found)
+        by = math.gcd(*found.terms.values())
+        if by > 1:
+            found = self.polynomial({atoms: factor // by for atoms, factor in found.terms.items()})
         shared = math.gcd(*found.values)
         if shared:
             ratio = tuple(value // shared for value in found.values)
-            self._by_ratio.setdefault(ratio, (found, shared))
+            self._by_ratio.setdefault(ratio, {})[found] = shared
+
+    def add_point(self, point: dict[str, int]) -> None:
+        """From now on expressions have values here, too."""
+        self.points.append(point)
+        self._by_ratio.clear()
+        for found in dict.fromkeys((*self.symbols.values(), *self._known.values())):
+            found.values = (*found.values, self._value_at(found, point))
+            if found.kind == "i" and found.op != "constant":
+                self._register(found)
+
+    def _value_at(self, found: Expression, point: dict[str, int]) -> Any:
+        """At the last of the points, where what it is made of has its value already."""
+        if found.op in ("symbol", "constant"):
+            return point.get(found.args[0], found.args[0])
+        if found.op == "polynomial":
+            return _sum(found.terms, -1)
+        return _applied(_function(found.op), [arg.values[-1] for arg in found.args])
 
     def product(self, one: Monomial, other: Monomial) -> Monomial:
         return tuple(sorted((*one, *other), key=self._order.__getitem__))
@@ -242,18 +270,49 @@ class Symbols:
     def with_values(self, values: tuple[int, ...]) -> Expression | None:
         """The expression of an integer that kernels were asked for at `points`; None if none is
         found.
-        """
-        if all(value == values[0] for value in values):
-            return self.constant(values[0])
-        return self._by_values.get(values) or self._multiple(values) or self._fitted(values)
 
-    def _multiple(self, values: tuple[int, ...]) -> Expression | None:
-        """A multiple of a known expression; None if there is none."""
+        Raises:
+            Unclear: several expressions have these values, and differ elsewhere.
+        """
+        is_constant = all(value == values[0] for value in values)
+        candidates = [self.constant(values[0])] if is_constant else []
         shared = math.gcd(*values)
-        if not shared:
-            return None
-        found, by = self._by_ratio.get(tuple(value // shared for value in values), (None, 1))
-        return None if found is None or shared % by else found.mul(self.constant(shared // by))
+        ratio = tuple(value // (shared or 1) for value in values)
+        alike = self._by_ratio.get(ratio, {})
+        candidates += [
+            found.mul(self.constant(shared // by))
+            for found, by in alike.items()
+            if shared % by == 0
+        ]
+        if len(candidates) > 1:
+            point = self._difference(candidates)
+            if point is not None:
+                raise Unclear(point)
+            for found in list(alike)[1:]:  # they are equal everywhere
+                del alike[found]
+        return candidates[0] if candidates else self._fitted(values)
+
+    def _difference(self, candidates: Sequence[Expression]) -> dict[str, int] | None:
+        """A point within the range at which expressions differ, one of small sizes; None if none is
+        found.
+        """
+        at, draw = Evaluator(candidates, self.names).values, random.Random(0)
+        bounds = [(self._floors[name], self.most[name]) for name in self.names]
+        tried = [tuple(low for low, _ in bounds)]
+        for end in (*(4 * low for low, _ in bounds), *(high for _, high in bounds)):
+            tried += [
+                tuple(draw.randint(low, max(low, min(end, high))) for low, high in bounds)
+                for _ in range(_TRIED)
+            ]
+        for values in tried:
+            if self.hold(values):
+                try:
+                    found = at(*values)
+                except (ArithmeticError, ValueError):
+                    continue
+                if len(set(found)) > 1:
+                    return dict(zip(self.names, values, strict=True))
+        return None
 
     def _narrow(self, values: tuple[int, ...]) -> None:
         """Says so if these are the values of an expression up to a limit, such as the length of a
@@ -261,7 +320,7 @@ class Symbols:
         """
         cut = max(values)
         inner = [place for place, value in enumerate(values) if value < cut]
-        for found in list(self._by_values.values()):
+        for found in [found for alike in self._by_ratio.values() for found in alike]:
             names = [name for name, symbol in self.symbols.items() if symbol in found.atoms()]
             if (
                 inner
@@ -776,6 +835,17 @@ def _atom_bounds(op: str, args: tuple[Expression, ...]) -> tuple[Any, Any] | Non
     return None
 
 
+def _function(op: str) -> Callable[..., Any]:
+    return _FUNCTIONS.get(op) or getattr(math, op.removeprefix("math."))
+
+
+def _sum(terms: Mapping[Monomial, int], place: int) -> int:
+    """What a polynomial is at one of the points."""
+    return sum(
+        factor * math.prod(atom.values[place] for atom in atoms) for atoms, factor in terms.items()
+    )
+
+
 def _applied(function: Callable[..., Any], args: list[Any]) -> Any:
     """A function's result; None if it has none for these arguments, or one of them is None."""
     if None in args:
@@ -805,12 +875,13 @@ def _points(
         point = {}
         for place, (name, value) in enumerate(values.items()):
             # Small enough to be made of zeros, and of both parities.
-            start = 5 + (7 * turn * (place + 1) + 11 * place) % max(min(value, most[name]) - 5, 7)
-            point[name] = min(max(prime_from(start + turn), least[name] + 1 + turn), most[name])
+            low = max(5, least[name] + 1)
+            start = low + (7 * turn * (place + 1) + 11 * place) % max(value - low, 11)
+            point[name] = min(prime_from(start + turn), most[name])
         points.append(point)
     for one, name in enumerate(values):  # ends apart from one another
         points.append({**values, name: most[name]} if one % 2 else {**most, name: values[name]})
-    return points
+    return points if count > 1 else points[:-1]  # the last is the call's values again
 
 
 def prime_from(number: int) -> int:

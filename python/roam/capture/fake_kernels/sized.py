@@ -21,7 +21,7 @@ from roam.capture.fake_kernels.real_layouts import is_sure
 from roam.capture.fake_kernels.tensors import Maker
 from roam.kernels.recurrent import ASKED
 from roam.state.argument_sizes import Layout
-from roam.state.sizes import Expression, Symbols, number, replaced
+from roam.state.sizes import Expression, Symbols, Unclear, number, replaced
 from roam.torch_compat.private import (
     BelowAutograd,
     DisableTorchDispatch,
@@ -155,6 +155,13 @@ class SizedKernels:
             self._refuse(
                 f"{func} is given a size that changes, and how its result depends on it is not known"
             )
+        while True:
+            try:
+                return self._results_of(func, given, tensors)
+            except Unclear as unclear:
+                self.symbols.add_point(unclear.point)
+
+    def _results_of(self, func: Any, given: Any, tensors: list[Any]) -> _Results:
         found = self._at_points(func, given, tensors)
         first = found[0]
         if any(
