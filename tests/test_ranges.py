@@ -167,6 +167,15 @@ def test_the_pool_grows_at_most_twice_for_lengths_of_two_arguments() -> None:
     assert len(set(pools)) <= 3
 
 
+def test_lengths_of_two_arguments_are_planned_for_together() -> None:
+    net = Reader()
+    step = roam.compile(lambda ids, others: (net(ids).mean() * net(others).mean()).detach())
+    for one, other in ((17, 9), (8, 5), (11, 10)):
+        step(ids_of(2, one), ids_of(2, other))
+    assert len(step._captures) == 2
+    assert len(sizes_of(step)[0].corners) == 1
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2

@@ -78,6 +78,12 @@ def _share(name: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(name) is None else f"{row[name] / row['eager'][name]:.2f}"
 
 
+def _beyond(name: str) -> Callable[[Row], str]:
+    return lambda row: (
+        "" if row.get(name) is None else f"{(row[name] - row['eager'][name]) / _MIB:.0f}"
+    )
+
+
 def _bits(row: Row) -> str:
     if row.get("digest") is None or "padded" in row["way"]:  # other batches
         return ""
@@ -96,6 +102,7 @@ _COLUMNS = (
     Column("note", lambda row: row.get("note", ""), right=False),
 )
 _BESIDE = (
+    Column("growth - eager's", _beyond("growth_bytes")),
     Column("time : eager's", _share("cpu_s")),
     Column("step : eager's", _share("later_step_s")),
     Column("bits", _bits, right=False),

@@ -339,9 +339,11 @@ class Ranges:
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]
         grown = list(map(operator.gt, values, before))
         grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
-        room = 2.0 if is_cpu else 1.25
-        wanted = []
-        for value, names in zip(values, sizes.beside(), strict=True):
+        room, beside = 2.0 if is_cpu else 1.25, sizes.beside()
+        wanted, most = list[int](), zip(values, before, beside, strict=True)
+        # The next call may have the largest of each size that shares no argument with another.
+        apart = [max(value, size) if len(names) == 1 else value for value, size, names in most]
+        for value, names in zip(apart, beside, strict=True):
             shares = max(sum(grown[place] for place in names), 1)
             is_alone = len(names) == 1 and is_cpu
             by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
@@ -350,7 +352,7 @@ class Ranges:
             found = tuple(
                 min(size, limit) if grows else value
                 for value, size, grows, limit in zip(
-                    values, larger, grown, sizes.symbols.most.values(), strict=True
+                    apart, larger, grown, sizes.symbols.most.values(), strict=True
                 )
             )
             if sizes.symbols.hold(found):
