@@ -87,7 +87,8 @@ demo: install
 	$(BIN)/roam plan gpt2-xl
 	$(BIN)/python examples/train_gpt2.py
 
-PLANNER_TESTS := $(addprefix tests/test_,$(addsuffix .py,bench bench_compare exact formats graph layout plans streams))
+PLANNER_TESTS := $(addprefix tests/planner/test_,$(addsuffix .py,exact formats graph layout plans streams)) \
+	tests/benches/test_bench.py tests/benches/test_bench_compare.py
 
 quick:
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
@@ -100,7 +101,7 @@ test:
 
 # What roam uses and changes of PyTorch's private side, one test for each name.
 canaries:
-	$(BIN)/python -m pytest tests/test_torch_compat.py
+	$(BIN)/python -m pytest tests/torch_compat/test_torch_compat.py
 
 durations:
 	mkdir -p target
@@ -122,7 +123,7 @@ nightly:
 # ROAM_FUZZ_EXAMPLES says how many.
 fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
 fuzz:
-	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-show-statistics
+	$(BIN)/python -m pytest tests/runs/test_fuzz.py --hypothesis-show-statistics
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
@@ -131,7 +132,7 @@ sweep:
 # How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1
 hard-limit:
-	$(BIN)/python -m pytest tests/test_memory_limit.py tests/test_paging.py -k the_system_may_give
+	$(BIN)/python -m pytest tests/runtime/test_memory_limit.py tests/runtime/test_paging.py -k the_system_may_give
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)
@@ -152,7 +153,7 @@ gpu:
 	$(BIN)/python benches/gpu.py target/gpu
 
 gpu-test:
-	$(BIN)/python -m pytest -rs tests/test_gpu.py
+	$(BIN)/python -m pytest -rs tests/runs/test_gpu.py
 
 docs: install
 	$(BIN)/pip install --quiet --constraint constraints.txt "$$(echo $(WHEELS)/*.whl)[docs]"

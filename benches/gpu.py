@@ -66,7 +66,7 @@ def run(command: Sequence[str], log: Path, **environment: str) -> str:
 
 def tests(folder: Path, small: bool) -> str:
     """The tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-rs", "-q", "tests/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-rs", "-q", "tests/runs/test_gpu.py"]
     return run([*command, *["-x"] * small], folder / "tests.txt")
 
 

@@ -16,9 +16,9 @@ from contextlib import nullcontext
 
 import roam
 from roam import zoo
-from roam.capture.step import capture_step
 from roam.report.table import columns
 from roam.runtime.strategy import Choice, choose
+from roam.tracing.step import capture_step
 
 STEPS = (
     "bert-tiny:2:64",

@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from sweeps import EVERY
 
+# Files of tests share helpers across folders.
+sys.path += sorted(str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir())
+
 # Time tells nothing about a property on a machine that is busy with other things.
 settings.register_profile("roam", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("roam")

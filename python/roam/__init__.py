@@ -14,8 +14,6 @@ looked up.
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from roam._core import (
@@ -45,11 +43,11 @@ from roam.planner import optimize
 from roam.switch import disabled
 
 if TYPE_CHECKING:
-    from roam.capture import capture, fake
     from roam.runtime.comparison import compare
     from roam.runtime.compile import compile
     from roam.runtime.fitting import fit
     from roam.sharding import parallelize
+    from roam.tracing import capture, fake
 
 __all__ = [
     "Candidate",
@@ -83,8 +81,8 @@ __all__ = [
 
 # Public names that need torch, and the module each comes from.
 _LAZY = {
-    "capture": "roam.capture",
-    "fake": "roam.capture",
+    "capture": "roam.tracing",
+    "fake": "roam.tracing",
     "compare": "roam.runtime",
     "compile": "roam.runtime",
     "fit": "roam.runtime",
@@ -104,16 +102,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
-
-
-class _Package(ModuleType):
-    """Keeps `roam.capture` the function: importing the subpackage of that name would bind the name
-    to the module.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _LAZY and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

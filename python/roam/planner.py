@@ -120,7 +120,7 @@ def _from_fx(cls: type[Graph], module: GraphModule, *, random_states: bool = Fal
         CaptureError: a node that cannot be planned exactly, or metadata that are missing or
             symbolic.
     """
-    from roam.capture.frontends.fx import graph_of
+    from roam.tracing.frontends.fx import graph_of
 
     return graph_of(module, random_states=random_states)
 
@@ -134,7 +134,7 @@ def _apply(self: Plan, module: GraphModule) -> GraphModule:
     Raises:
         PlanError: the plan is not one of this module's, or is for several streams.
     """
-    from roam.capture.frontends.fx import apply
+    from roam.tracing.frontends.fx import apply
 
     return apply(self, module)  # type: ignore[no-any-return]
 

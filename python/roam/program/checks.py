@@ -69,8 +69,8 @@ RAISING: Final = frozenset(
     "roam::nll_loss_of_picked",
 }  # fmt: skip
 """Kernels that raise an error for some data, on the CPU: for indices that are out of range, or for
-what an algorithm does not converge on. `tests/test_data_checks.py` looks for them among all of
-PyTorch's operators."""
+what an algorithm does not converge on. `tests/tracing/test_data_checks.py` looks for them among all
+of PyTorch's operators."""
 DIVIDING: Final = frozenset(
     f"aten::{name}" for base in ("div", "floor_divide", "fmod", "remainder") for name in (base, f"{base}_")
 )  # fmt: skip

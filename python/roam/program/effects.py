@@ -1,6 +1,6 @@
 """Effects: what a step leaves behind beside its result, one record each.
 
-Capture records effects in `Program.effects` (`capture/tracing/endings.py`); passes rename their
+Capture records effects in `Program.effects` (`tracing/endings.py`); passes rename their
 slots, comparisons of traces look at their keys, and a run applies them, each by a loop over the
 list. To add an effect, write its class here and record it there.
 """

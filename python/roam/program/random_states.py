@@ -25,8 +25,9 @@ EXACT = frozenset(
         "randn", "randn_like", "random_", "uniform_",
     )
 )  # fmt: skip
-"""Random operators that make the same bits from the same state. `tests/test_random_states.py` shows
-this; for CUDA, PyTorch's documentation of `torch.Generator` says it.
+"""Random operators that make the same bits from the same state.
+`tests/program/test_random_states.py` shows this; for CUDA, PyTorch's documentation of
+`torch.Generator` says it.
 """
 
 

@@ -2,11 +2,11 @@
 change nothing but what they make, or what the step has made and is made again with them.
 
 Schemas and tags say what a kernel does; what they do not say is listed here. That the bits are
-equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice. Random
-calls may run again where the state of their generator has been read (`random_states.py`). Of
-collectives, all-gathers may run again: they only move what every rank still has. Kernels of others
-may run again on the CPU unless tags say otherwise, if they make all that they change: the first run
-of a plan compares the bits.
+equal is shown by `tests/program/test_repeatable.py`, which runs every such call of real steps
+twice. Random calls may run again where the state of their generator has been read
+(`random_states.py`). Of collectives, all-gathers may run again: they only move what every rank
+still has. Kernels of others may run again on the CPU unless tags say otherwise, if they make all
+that they change: the first run of a plan compares the bits.
 """
 
 from __future__ import annotations

@@ -28,10 +28,6 @@ import torch
 from functorch.compile import get_aot_graph_name, min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from roam.capture.frontends.aot import record_graph
-from roam.capture.frontends.compiled_blocks import with_compiled_blocks
-from roam.capture.step import Variant
-from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import announce, begin, leave
 from roam.distributed.collectives import is_launch, settle
 from roam.errors import CaptureError, ExecutionError
@@ -54,6 +50,10 @@ from roam.torch_compat.private import (
     run_unplanned,
     tracing_context,
 )
+from roam.tracing.frontends.aot import record_graph
+from roam.tracing.frontends.compiled_blocks import with_compiled_blocks
+from roam.tracing.numbers.rng import watched
+from roam.tracing.step import Variant
 
 _PLANNED_DEVICES = ("cpu", "cuda")
 

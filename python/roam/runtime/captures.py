@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from roam.capture.step import CapturedStep
 from roam.state.argument_sizes import Larger
 from roam.state.arguments import Taker
 from roam.state.equality import Misfit
 from roam.state.step_call import StepCall
+from roam.tracing.step import CapturedStep
 
 
 class _Runs(Protocol):

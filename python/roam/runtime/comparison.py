@@ -14,8 +14,6 @@ from typing import Any, Literal
 import torch
 
 from roam._core import __version__
-from roam.capture.step import refuse_shapeless
-from roam.capture.tracing.branch_answers import Seen, watching
 from roam.distributed.ddp import is_before_first_step, leave_first_step
 from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
@@ -34,6 +32,8 @@ from roam.state.snapshot import Snapshot, random_sources
 from roam.state.wrappers import Form, is_faked, is_wrapper, parts_of
 from roam.switch import is_disabled
 from roam.torch_compat.private import c_pointer, local_of, pytree
+from roam.tracing.numbers.branch_answers import Seen, watching
+from roam.tracing.step import refuse_shapeless
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
 

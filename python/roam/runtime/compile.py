@@ -19,9 +19,6 @@ from typing import Any, Literal
 import torch
 
 from roam._core import Plan
-from roam.capture.step import CapturedStep, Known, Variant, capture_step
-from roam.capture.tracing.branch_answers import Answers, Seen, watching
-from roam.capture.tracing.function_stand_ins import is_tracing
 from roam.distributed.agreement import announce
 from roam.errors import MOST_SETTLING, CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
@@ -58,6 +55,9 @@ from roam.state.step_call import StepCall
 from roam.state.wrappers import is_faked
 from roam.switch import is_disabled
 from roam.torch_compat.private import left_by_dynamo, local_of, version_of
+from roam.tracing.numbers.branch_answers import Answers, Seen, watching
+from roam.tracing.stand_ins.function_stand_ins import is_tracing
+from roam.tracing.step import CapturedStep, Known, Variant, capture_step
 
 _MOST_SEEN = 256
 """How many runs of the user's function are remembered, each with what it saw."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from roam._core import Graph, Plan, optimize
-from roam.capture.step import capture_step
-from roam.capture.tracing.fake_mode import fake
 from roam.errors import CaptureError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
@@ -18,6 +16,8 @@ from roam.report.anatomy import overview
 from roam.report.figures import plan_figures
 from roam.report.table import format_bytes
 from roam.report.tables import Amount, Cell, Count, Table, as_html, as_text
+from roam.tracing.fakes.fake_mode import fake
+from roam.tracing.step import capture_step
 
 MOST = 2**20
 """The largest size that is tried unless the caller says otherwise."""

@@ -2,7 +2,7 @@
 limit.
 
 A plan of the whole graph decides what the forward pass leaves to the backward pass
-(`roam.capture.frontends.joint`). When the two graphs run, each is planned again by itself. So the
+(`roam.tracing.frontends.joint`). When the two graphs run, each is planned again by itself. So the
 cut is tried, and made again with a lower limit for the whole until plans of both are found.
 """
 
@@ -16,15 +16,15 @@ from torch.fx import GraphModule
 
 from roam import _core
 from roam._core import Graph, Plan
-from roam.capture.frontends.compiled_blocks import with_compiled_blocks
-from roam.capture.frontends.fx import Lowered
-from roam.capture.frontends.joint import Joint, held_bytes
 from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
 from roam.memory_limit import MemoryLimit
 from roam.runtime.available import known_limit
 from roam.runtime.first_run import copied_bytes, extra_bytes, generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
+from roam.tracing.frontends.compiled_blocks import with_compiled_blocks
+from roam.tracing.frontends.fx import Lowered
+from roam.tracing.frontends.joint import Joint, held_bytes
 
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
 """Shares of the limit. The plan of the whole graph gets one after another, until the plans of its

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from roam.capture.fake_kernels.sized import SizedKernels
-from roam.capture.step import CapturedStep, Variant
 from roam.errors import CaptureError
 from roam.kernels.calls import Placed, placing
 from roam.program.diff import difference
@@ -48,6 +46,8 @@ from roam.state.sizes import (
     prime_from,
 )
 from roam.state.step_call import StepCall
+from roam.tracing.fake_kernels.sized import SizedKernels
+from roam.tracing.step import CapturedStep, Variant
 
 _RANGE = 8
 """A capture is to hold for sizes up to this multiple of the largest that has been seen."""

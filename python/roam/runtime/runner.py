@@ -10,9 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from roam.capture.step import Variant
-from roam.capture.tracing.gradient_history import Histories
-from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
@@ -74,6 +71,9 @@ from roam.torch_compat.private import (
     pytree,
     version_of,
 )
+from roam.tracing.fakes.gradient_history import Histories
+from roam.tracing.numbers.rng import watched
+from roam.tracing.step import Variant
 
 _GRADIENT: Final = operator.attrgetter("grad")
 

@@ -22,7 +22,6 @@ import torch
 
 from roam import _core
 from roam._core import Graph, Plan
-from roam.capture.step import Variant
 from roam.errors import GraphError, PlanError
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
@@ -52,6 +51,7 @@ from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
+from roam.tracing.step import Variant
 
 MAX_PLANS = 64
 """Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from roam.capture.compiled.repeated_blocks import repeated_blocks
 from roam.sharding.costs import Collective, Costs, Kind, Link
 from roam.sharding.trace import Value
 from roam.torch_compat.private import pytree, replicate
+from roam.tracing.compiled.repeated_blocks import repeated_blocks
 
 DATA, TENSOR = "data", "tensor"
 """Names of the two dimensions of every mesh that a step is spread over."""

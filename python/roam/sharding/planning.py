@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from roam._core import Plan
-from roam.capture.tracing.fake_mode import quiet_fakes
 from roam.errors import CaptureError, PlanError, RoamError
 from roam.memory_limit import MemoryLimit
 from roam.report.folding import folded
@@ -49,6 +48,7 @@ from roam.sharding.twin import (
     twin_of,
 )
 from roam.torch_compat.patches import REAL_OPTIMIZER, replaced
+from roam.tracing.fakes.fake_mode import quiet_fakes
 
 WORK = 20_000_000
 """How many entries of cost matrices a search looks at, if the caller does not say."""

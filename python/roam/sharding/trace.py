@@ -14,8 +14,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from roam.capture.fake_kernels.cache import tensors_in
-from roam.capture.tracing.kernel_facts import written_by
 from roam.errors import CaptureError
 from roam.sharding.twin import Twin
 from roam.state.discovery import reach_of
@@ -30,6 +28,8 @@ from roam.torch_compat.private import (
     pytree,
     schema_of,
 )
+from roam.tracing.fake_kernels.cache import tensors_in
+from roam.tracing.recording.kernel_facts import written_by
 
 
 @dataclass(frozen=True, slots=True)

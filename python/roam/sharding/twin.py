@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.fake_mode import mode_of
 from roam.errors import CaptureError
 from roam.state.discovery import reach_of
 from roam.torch_compat.private import (
@@ -23,6 +22,7 @@ from roam.torch_compat.private import (
     is_dtensor,
     pytree,
 )
+from roam.tracing.fakes.fake_mode import mode_of
 
 
 @dataclass(frozen=True, slots=True)

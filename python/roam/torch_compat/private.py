@@ -1,7 +1,7 @@
 """Every private name of PyTorch's that roam uses, one function or alias each.
 
-PyTorch promises none of these. `tests/test_torch_compat.py` has a canary for each, which fails by
-name on a PyTorch that changed, and a test that no other file uses a private name.
+PyTorch promises none of these. `tests/torch_compat/test_torch_compat.py` has a canary for each,
+which fails by name on a PyTorch that changed, and a test that no other file uses a private name.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from roam.capture import Variant
+    from roam.tracing import Variant
 
 WAYS = ("ddp", "fsdp", "tp", "fsdp+tp")
 NODE_RANKS = 8
@@ -133,9 +133,9 @@ def spread(
     if "fsdp" in sharding.way:
         from torch.distributed.fsdp import fully_shard
 
-        from roam.capture.compiled.repeated_blocks import repeated_blocks
         from roam.torch_compat.patches import replaced
         from roam.torch_compat.private import shard_parts
+        from roam.tracing.compiled.repeated_blocks import repeated_blocks
 
         with replaced([(*shard_parts(), Parts)]):
             for block in repeated_blocks([model]):
@@ -189,7 +189,7 @@ def capture_rank(
     import torch
 
     import roam
-    from roam.capture.step import capture_variant
+    from roam.tracing.step import capture_variant
 
     if device != "cpu" and not (sharding.way == "ddp" and torch.cuda.is_available()):
         raise ShardingError(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from roam.capture.tracing.source_location import Frames
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
@@ -64,6 +63,7 @@ from roam.torch_compat.private import (
     storage_pointer,
     version_of,
 )
+from roam.tracing.source_location import Frames
 
 _IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 """Losses that leave out the labels that their fifth argument names."""

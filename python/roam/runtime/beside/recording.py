@@ -12,9 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from roam.capture.fake_kernels.meta_corrections import is_spread, looks_for_zeros, selects_masked
-from roam.capture.tracing.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, written_by
-from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError
 from roam.program.ir import Source, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
@@ -26,6 +23,9 @@ from roam.torch_compat.private import (
     storage_of,
     storage_pointer,
 )
+from roam.tracing.fake_kernels.meta_corrections import is_spread, looks_for_zeros, selects_masked
+from roam.tracing.recording.kernel_facts import HIDDEN_ALIAS, REFUSED, facts_of, written_by
+from roam.tracing.source_location import Frames
 
 aten = torch.ops.aten
 _PASSED = frozenset(

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 
-from roam.capture.tracing.kernel_facts import facts_of
 from roam.kernels.recurrent import as_run
 from roam.program.barrier import barrier
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to, refs
@@ -17,6 +16,7 @@ from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import Entry, Given, Made, Recording
 from roam.torch_compat.private import schema_of
+from roam.tracing.recording.kernel_facts import facts_of
 
 aten = torch.ops.aten
 _SMALL_BYTES = 16

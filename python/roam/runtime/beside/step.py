@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from roam.capture.step import Variant
-from roam.capture.tracing.source_location import Frames
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
 from roam.own_code import is_own_file
@@ -33,6 +31,8 @@ from roam.runtime.strategy import Options, choose
 from roam.state.global_flags import kernel_switches
 from roam.state.global_state import AMBIENT
 from roam.torch_compat.private import dispatch_modes, version_of
+from roam.tracing.source_location import Frames
+from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",

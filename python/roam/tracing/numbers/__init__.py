@@ -1,0 +1,3 @@
+"""What Python learns of a step's values: numbers, conditions, branches, shapes, random
+numbers.
+"""

@@ -1,0 +1,1 @@
+"""Operators, their arguments and results, as a program's calls over slots."""

@@ -1,0 +1,1160 @@
+"""Captures a whole training step: traces until two runs agree, and leaves the user's objects as
+they were.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final, Literal
+from weakref import WeakSet
+
+import torch
+
+from roam._core import Graph
+from roam.distributed.agreement import note_rank
+from roam.errors import MOST_SETTLING, CaptureError
+from roam.garbage import collections_wait
+from roam.interrupts import interrupts_wait, signals_wait
+from roam.kernels.calls import Placed, placed_calls
+from roam.program.collectives import check_sequence
+from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
+from roam.program.early_checks import checks_first
+from roam.program.effects import Rebind, rebound
+from roam.program.gradient_lifetime import settle_gradients, used_gradients
+from roam.program.ir import Program
+from roam.program.lower import Lowering, device_of
+from roam.program.notes import notes_on
+from roam.program.operators import on_list
+from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
+from roam.program.resized import expressions_of, replaced_in
+from roam.state.arguments import Taker, argument_path, live_integers
+from roam.state.attribute_reads import ReadMore, Reads
+from roam.state.autograd_hooks import check_beneath
+from roam.state.cached_results import Results
+from roam.state.code_guards import Reliance
+from roam.state.discovery import reach_of
+from roam.state.equality import MISSING, Misfit, changed, show
+from roam.state.freed_gradients import REMEDY, lacks
+from roam.state.global_flags import Switches
+from roam.state.global_state import check_surroundings
+from roam.state.guards import ArgGuard, Guards
+from roam.state.reach import Reach
+from roam.state.references import (
+    ArgumentReference,
+    GradientReference,
+    PlaceReference,
+    number_references,
+)
+from roam.state.sizes import plain_number
+from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
+from roam.state.step_call import StepCall
+from roam.tracing.compiled.code import UsedCode
+from roam.tracing.compiled.regions import CompileRegions, Regions
+from roam.tracing.compiled.repeated_blocks import compile_blocks
+from roam.tracing.cuda_estimate.absent import estimate_of
+from roam.tracing.distributed.fully_shard import set_up
+from roam.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
+from roam.tracing.fake_kernels.cache import Remembered
+from roam.tracing.fake_kernels.sized import SizedKernels
+from roam.tracing.fake_kernels.tensors import marked_fakes
+from roam.tracing.fakes.imports import clear_fakes
+from roam.tracing.numbers.branch_answers import Answers
+from roam.tracing.numbers.rng import watched
+from roam.tracing.numbers.scalar_guards import CHANCE
+from roam.tracing.stand_ins.fake_state import FakeState, refuse
+from roam.tracing.stand_ins.grad_scaler import check_scaler
+from roam.tracing.stand_ins.unnoticed_reads import may_miss
+from roam.tracing.tracer import trace
+
+_MOST_TRACES = 3
+"""A first step, a steady one, and the steady one again."""
+_MOST_KNOWN = 8
+"""Programs that are remembered for later captures of the same step."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One program with its graph: of the first step, which makes the optimizer's state, or of every
+    later one.
+
+    What takes time to find out about the program is found out only when it is asked for.
+    """
+
+    program: Program
+    """What a run does; see `checks_first`."""
+    name: str
+    notes: Sequence[tuple[str, str]] = ()
+    """What to tell people about its graph."""
+    _: KW_ONLY
+    as_written: Program
+    """What eager PyTorch does."""
+    runs_once: bool = False
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device that most of its bytes are on."""
+        return device_of(self.program)
+
+    @cached_property
+    def placed(self) -> list[Placed | None]:
+        """For each call, how its kernel can write where a plan wants."""
+        return placed_calls(self.program, self.device)
+
+    @property
+    def estimate(self) -> str:
+        """What its graphs may be wrong about; empty if they are exact."""
+        return estimate_of(torch.device(self.device.type))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph, as if every kernel could write where a plan wants."""
+        return self.lowering().graph()
+
+    @property
+    def graph_with_states(self) -> Graph:
+        """The same for plans within a memory limit: see `capture`."""
+        return self.lowering().with_states().graph()
+
+    def lowering(self) -> Lowering:
+        """The program, lowered as for `graph`."""
+        return Lowering(
+            self.program,
+            self.placed,
+            name=self.name,
+            device=self.device.type,
+            notes=self.notes,
+            estimate=self.estimate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured step and what its plans depend on."""
+
+    first: Variant | None
+    """The step that makes state; None if a call leaves the same state behind that it found."""
+    steady: Variant | None
+    """None if it can be captured only when the first step has run."""
+    guards: Guards
+    arguments: ArgGuard
+    settings: list[Setting]
+    """Plain values that the step itself sets, to the same at every run; the guards expect them to
+    be set."""
+    compiled: UsedCode
+
+    def failure(self, call: StepCall) -> Misfit | None:
+        """None if a call finds everything as capture did, else what changed; what the step sets
+        itself need not be set yet.
+        """
+        pending = [setting for setting in self.settings if setting.is_pending()]
+        if pending and len(pending) < len(self.settings):
+            # What the step does where some are set has not been traced.
+            return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
+        if pending:
+            with applied(pending):
+                failure = self.guards.failure()
+        else:
+            if self.guards not in call.asked:
+                call.asked[self.guards] = self.guards.failure()
+            failure = call.asked[self.guards]
+        return failure or self.arguments.failure(call) or self.compiled.failure()
+
+
+@dataclass(slots=True)
+class Known:
+    """What captures of a step found, for the later ones of the same step.
+
+    Attributes:
+        numbers: paths of the Python numbers that the step changes.
+        renewed: paths of the lists and dictionaries in whose place it puts others, or its caller
+            does.
+        not_renewed: paths of those that cannot be taken for renewed: others in their place need
+            another plan.
+        growing: paths of the lists and deques to which it only adds.
+        not_growing: paths of those that it has added to, and on which it may depend.
+        read_whole: paths of the integers among the arguments of which the step needs the value
+            itself.
+        programs: steady ones that two traces agreed on; the most recent last.
+        guards: of the captures that are kept.
+        traces: how many times the user's function has been run on fakes.
+        taker: takes the arguments of calls apart.
+        kernels: what kernels made of fake tensors.
+        layouts: during a capture, how results of operators on distributed tensors are placed.
+        caches: by identity, functions that keep results. Snapshots drop those results that hold
+            fakes.
+        regions: the compiled functions that the step calls.
+        compiles_blocks: whether the repeated blocks of the step's models are to be compiled.
+        is_captured_once: whether all later calls are to run by the plans of the first one.
+        recorded: the last trace as it was recorded. The next trace shares its calls where they are
+            equal.
+        settling: at how many calls in a row the user's function has run in a plan's place, because
+            it may still set something up.
+        passing: the answers with which PyTorch's own checks pass (`Answers`).
+    """
+
+    numbers: set[str] = field(default_factory=set)
+    renewed: set[str] = field(default_factory=set)
+    not_renewed: set[str] = field(default_factory=set)
+    growing: set[str] = field(default_factory=set)
+    not_growing: set[str] = field(default_factory=set)
+    read_whole: set[str] = field(default_factory=set)
+    programs: list[Program] = field(default_factory=list)
+    guards: WeakSet[Guards] = field(default_factory=WeakSet)
+    traces: int = 0
+    settling: int = 0
+    passing: dict[Any, bool] = field(default_factory=dict)
+    taker: Taker = field(default_factory=Taker)
+    kernels: Remembered = field(default_factory=Remembered)
+    layouts: dict[Any, Any] = field(default_factory=dict)
+    caches: dict[int, Any] = field(default_factory=dict)
+    regions: Regions = field(default_factory=Regions)
+    compiles_blocks: bool = False
+    is_captured_once: bool = False
+    recorded: Program = field(default_factory=Program)
+
+    def read(self, lists: Collection[str]) -> None:
+        """Notes that the step may depend on lists to which it seemed only to add."""
+        self.growing -= set(lists)
+        self.not_growing |= set(lists)
+
+    def take_for_renewed(self) -> set[str]:
+        """Counts lists and dictionaries as renewed if earlier captures found others in their place;
+        returns their paths.
+        """
+        found = {path for guards in self.guards for path in guards.exchanged()}
+        found -= self.renewed | self.not_renewed
+        self.renewed |= found
+        return found
+
+    def share(self, program: Program) -> None:
+        """Makes a trace that has just been recorded share what it can with the last one."""
+        share(program, self.recorded)
+        self.recorded = Program(list(program.calls), list(program.slots), list(program.storages))
+
+    def pruned(self, program: Program) -> Program:
+        """A trace pruned, which shares what it can with the last program that two traces agreed
+        on.
+        """
+        program = prune(program)
+        if self.programs:
+            share(program, self.programs[-1])
+        return program
+
+    def has_agreed(self, program: Program) -> bool:
+        """Whether two traces have agreed on a program already, for arguments of these sizes or
+        others.
+        """
+        if self.programs and next(expressions_of(program), None) is not None:
+            program = replaced_in(program, plain_number)
+        return any(is_resized(known, program) for known in reversed(self.programs))
+
+    def add(self, program: Program) -> None:
+        """Notes a program on which two traces agree. A copy of it is kept, since settling gradients
+        changes the program.
+        """
+        self.programs.append(
+            replace(program, effects=list(program.effects), absent=list(program.absent))
+        )
+        del self.programs[:-_MOST_KNOWN]
+
+    def shared(self, guards: Guards) -> Guards:
+        """Guards of an earlier capture that expect the same, if there are any; so one stands for
+        all shapes of a batch.
+        """
+        alike = (
+            known for known in self.guards if known.stands_for(guards) and known.failure() is None
+        )
+        found = next(alike, guards)
+        self.guards.add(found)
+        return found
+
+
+class _Renews(Exception):
+    """A step replaces lists or dictionaries that it finds by others."""
+
+
+class _Grows(Exception):
+    """A step adds to lists, or it turns out that it does more with them."""
+
+
+class _Settles(Exception):
+    """A step sets plain values, maybe once and for all, as a model does when it finds out what kind
+    of labels it is given.
+    """
+
+    def __init__(self, settings: list[Setting], program: Program, refusal: CaptureError) -> None:
+        """`program`: what the step does where they are not set yet; `refusal`: to be raised if it
+        does something else later.
+        """
+        super().__init__(str(refusal))
+        self.settings = settings
+        self.program = program
+        self.refusal = refusal
+
+
+def capture(
+    train_step: Callable[..., Any],
+    *args: Any,
+    step: Literal["first", "steady"] = "steady",
+    random_states: bool = False,
+    **kwargs: Any,
+) -> Graph:
+    """Captures one whole training step (forward, backward and optimizer) as a graph.
+
+    Runs the user's function on fake tensors, unmodified, with the user's own modules and
+    optimizers, and leaves these exactly as they were. No weights are allocated and nothing is
+    computed.
+
+    Args:
+        train_step: the user's function. Modules, optimizers and schedulers are found among its
+            arguments, in its closure, in the object that it is bound to, and in the globals that it
+            names.
+        *args, **kwargs: what it would be called with.
+        step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the
+            step that makes it.
+        random_states: whether the graph reads the states of random generators (5,056 bytes each on
+            the CPU), so that plans within a memory limit may make dropout's masks and other random
+            tensors again.
+
+    Returns:
+        The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
+        If the step branches on values that it computes, operators that change something wait for
+        the outcomes. Numbers are assumed to be finite and all other conditions to be false, and the
+        graph's notes say so.
+
+    Raises:
+        CaptureError: the step cannot be captured exactly; the error names the operator and the
+            user's line.
+
+    Example:
+        >>> def train_step(model, optimizer, x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> graph = roam.capture(train_step, model, optimizer, x, y)
+    """
+    with collections_wait():
+        variant = capture_variant(train_step, args, kwargs, step)
+        return variant.graph_with_states if random_states else variant.graph
+
+
+def capture_variant(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step: Literal["first", "steady"] = "steady",
+) -> Variant:
+    """As `capture`, with the program that the graph is of."""
+    if step not in ("first", "steady"):
+        raise CaptureError(f"step must be 'first' or 'steady', not {step!r}", code="argument")
+    captured = capture_step(train_step, args, kwargs)
+    if step == "steady" and captured.steady is None and captured.first is not None:
+        raise captured.first.program.unsettled or CaptureError(
+            "what the steady step does is not known before the first step has run; call the compiled step, or capture "
+            "with step='first'",
+            code="unsettled",
+        )
+    variant = captured.first if step == "first" else captured.steady or captured.first
+    if variant is None:
+        raise CaptureError(
+            "there is no first step to capture: the optimizer has its state already, or keeps "
+            "none; capture with step='steady'",
+            code="no_first_step",
+        )
+    return variant
+
+
+def capture_step(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    keep_grads: bool = False,
+    known: Known | None = None,
+    asks_kernels: bool = False,
+    answers: Answers | None = None,
+    sized: SizedKernels | None = None,
+) -> CapturedStep:
+    """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
+
+    Args:
+        train_step, args, kwargs: the user's function and a call of it.
+        keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
+        known: what earlier captures of the same step found; what this one finds is added.
+        asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
+            results lie in memory.
+        answers: what to take for granted at branches, where the step's code goes on either way.
+        sized: makes what follows from the symbols of sizes; None if all sizes are those of the
+            call.
+    """
+    # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
+    # them.
+    with signals_wait(), watched, collections_wait():
+        note_rank()
+        check_surroundings()
+        if torch.is_autocast_cache_enabled() and any(
+            map(torch.is_autocast_enabled, ("cpu", "cuda"))
+        ):
+            raise CaptureError(
+                "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
+                "or with cache_enabled=False",
+                code="autocast_cache",
+            )
+        known = Known() if known is None else known
+        known.regions.start()
+        answers = Answers() if answers is None else answers
+        answers.passing = known.passing
+        reads, settles, lacking = Reads(), None, set[str]()
+        are_left: Callable[[], bool] | None = None
+        blamed: tuple[set[str], CaptureError] | None = None
+        # The lists that grow, and an error that what is in their places may have caused.
+        taken = known.take_for_renewed()
+        try:
+            with marked_fakes() as are_left:
+                while True:
+                    try:
+                        # Captured as if all that settles were set: the first step does the same
+                        # then, and later ones set nothing new.
+                        with applied([] if settles is None else settles.settings):
+                            captured = _captured(
+                                train_step,
+                                args,
+                                kwargs,
+                                keep_grads,
+                                known,
+                                asks_kernels,
+                                answers,
+                                reads,
+                                settles,
+                                lacking,
+                                sized,
+                            )
+                            if blamed is not None:
+                                known.not_growing |= blamed[0]
+                                blamed = None
+                            return captured
+                    except _Settles as found:
+                        settles = found
+                        settles.settings = [setting.found() for setting in found.settings]
+                    except CompileRegions:
+                        with applied([] if settles is None else settles.settings):
+                            known.regions.compile()
+                    except (ReadMore, _Renews, _Grows):
+                        settles = None
+                    except NumbersChange:
+                        if settles is None:
+                            raise
+                        settles = None
+                    except ArgumentsChange as change:
+                        if not known.taker.opened:
+                            raise change.refusal() from None
+                        known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
+                        settles = None
+                    except CaptureError as error:
+                        if error.blames_answer:
+                            settles = None
+                            continue
+                        if taken:  # maybe only because they are
+                            known.renewed -= taken
+                            known.not_renewed |= taken
+                            taken, settles = set(), None
+                            continue
+                        # Maybe only because of what is in the place of lists that grow.
+                        if blamed is None and known.growing:
+                            blamed = set(known.growing), error
+                            known.growing.clear()
+                            known.not_growing |= blamed[0]
+                            settles = None
+                            continue
+                        if blamed is not None and blamed[1].code != error.code:
+                            blamed = None  # they stay what they are
+                        elif blamed is not None and blamed[1].settles and not error.settles:
+                            # The step can be captured with these lists once it has run.
+                            raise blamed[1] from None
+                        if settles is not None and error.code == "step_raised":
+                            # It was run with less than it leaves at once, as a table's length
+                            # without the table.
+                            settles.refusal.settles = MOST_SETTLING
+                            raise settles.refusal from error
+                        raise
+        finally:
+            if blamed is not None:
+                known.not_growing -= blamed[0]
+                known.growing |= blamed[0]
+            known.layouts.clear()  # those of another rank, or of a new mesh, may be others
+            if are_left is None or are_left():
+                clear_fakes(known.caches)
+
+
+def _captured(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep_grads: bool,
+    known: Known,
+    asks_kernels: bool,
+    answers: Answers,
+    reads: Reads,
+    settles: _Settles | None,
+    lacking: set[str],
+    sized: SizedKernels | None,
+) -> CapturedStep:
+    taker = known.taker
+    taken = taker.take(args, kwargs)
+    opened = [id(parts.value) for parts in taken.objects.values()]
+
+    def reached(reads: Reads) -> Reach:
+        return reach_of(
+            train_step, args, kwargs, reads, opened, known.renewed, taker.closed, known.growing
+        )
+
+    reach = reached(reads)
+    if reach.cannot_grow:
+        known.read(reach.cannot_grow)
+        raise _Grows
+    is_changed = set_up([module for _, module in reach.modules])
+    if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
+        is_changed = True
+    if is_changed:
+        reach = reached(reads)
+    if reads.is_narrow or reads.everything:
+        _close_shared(reach, known)
+    if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
+        known.caches.update((id(cache), cache) for _, cache in reach.caches)
+    floats: Collection[int] = [place for place in taken.outer if type(taken.leaves[place]) is float]
+    integers: Collection[int] = ()
+    if known.is_captured_once or taker.varied:
+        varied = None if known.is_captured_once else taker.varied - known.read_whole
+        integers = live_integers(taken, args, kwargs, varied)
+    if integers and any(map(may_miss, reach.code)):
+        integers = ()
+    reliance, results = Reliance(), Results(reach.caches)
+    try:
+        _refuse_unseen_state(reach)
+        tracer = _Tracer(
+            reach,
+            train_step,
+            args,
+            kwargs,
+            known,
+            asks_kernels,
+            settles is not None,
+            reliance,
+            answers,
+            lacking,
+            sized=sized,
+        )
+        programs = None
+        if integers:
+            programs = replace(tracer, integers=integers).live_programs()
+            if programs is None:
+                paths = taken.paths(argument_path, args, kwargs)
+                known.read_whole |= {paths[place] for place in integers}
+                integers = ()
+        if floats and programs is None:
+            programs = tracer.live_programs()
+        tracer = replace(tracer, integers=integers)
+        if programs is None:
+            # An argument whose very value Python needs cannot be live; it is guarded by value
+            # instead, and so is a float that decides something.
+            floats, programs = (), tracer.programs(live_arguments=False)
+        if settles is not None and not _is_settled(settles, programs[0]):
+            settles.refusal.settles = (
+                MOST_SETTLING  # the step that finds all of it set has just been traced
+            )
+            raise settles.refusal
+        kept = list(number_references(reach, known.numbers))
+        if kept or not _has_known_optimizers(reach):
+            _check_live_numbers(programs[0], tracer)
+        if without := _freed_before(programs[0]) - lacking:
+            lacking |= without
+            raise ReadMore
+    except CaptureError as error:
+        _name_metric(error, reach)
+        reads.check()
+        reads.add_functions(reliance.unreached(reach))
+        if error.path is not None and reads.defer(reach.edge_to(error.path)):
+            raise ReadMore from error
+        _close_shared(reach, known)
+        if reach.may_be_narrower():
+            reads.narrow()
+            raise ReadMore from error
+        raise
+    for program in programs:
+        check_sequence(program)
+        program.lacking = set(lacking)
+    reads.check()
+    if known.compiles_blocks and not any(
+        on_list(call.target) for program in programs for call in program.calls
+    ):
+        raise CaptureError(
+            "kernels='inductor' compiles repeated blocks, and the step runs none that it can compile: modules with children, at "
+            "least two of one class in one ModuleList or Sequential, without hooks; compile what you want by module.compile(), "
+            "and leave kernels= out",
+            code="no_repeated_blocks",
+        )  # fmt: skip
+    held_elsewhere = reach.held_elsewhere
+    reach = _what_was_read(reach, reached, known)
+    reach.held_elsewhere = held_elsewhere
+    first, steady = programs[0], programs[-1]
+    name = getattr(train_step, "__name__", type(train_step).__name__)
+    guards = known.shared(
+        Guards(
+            reach,
+            [reference.path for reference in kept if reference.get() is not None],
+            reliance.settled(reach),
+            results,
+        )
+    )
+    received = {
+        reference.index
+        for reference, _ in programs[0].referenced
+        if isinstance(reference, ArgumentReference)
+    }
+    live = [*floats, *integers]
+    arguments = ArgGuard(args, kwargs, guards, live, received, taker)
+    if integers:
+        known.taker = replace(known.taker, live=frozenset({int}))
+    settings = [] if settles is None else _lasting_settings(settles, programs[0])
+    if first.unsettled is not None:
+        settle_gradients(first, set(), keep_grads=True)
+        first_step = _first(first, name, guards, answers)
+        return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
+    if steady is not first and sized is None:
+        known.add(steady)
+    carried = {
+        reference.path
+        for reference, _ in steady.referenced
+        if isinstance(reference, GradientReference)
+    }
+    for program in programs:
+        settle_gradients(program, carried, keep_grads)
+    steady = prune(steady)
+    is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
+    return CapturedStep(
+        None if is_steady else _first(first, name, guards, answers),
+        Variant(
+            checks_first(steady),
+            name,
+            notes_on(steady, guards, guessed=answers.guessed),
+            as_written=steady,
+        ),
+        guards,
+        arguments,
+        settings,
+        known.regions.used(),
+    )
+
+
+def _freed_before(program: Program) -> set[str]:
+    """Paths of the gradients, freed by earlier plans, to which the traced step adds.
+
+    Raises:
+        CaptureError: it uses one for anything else.
+    """
+    slots = {reference.path: slot for reference, slot in program.referenced}
+    for reference in used_gradients(program):
+        if lacks(reference.parameter.get()):
+            user = next(call for call in program.calls if slots[reference.path] in call.refs())
+            raise CaptureError(
+                f"{user.name} at {user.source} uses {reference.path} of an earlier step, whose plan has freed it where eager "
+                f"PyTorch still has it; {REMEDY}",
+                code="freed_gradient", operator=user.name, source=str(user.source),
+            )  # fmt: skip
+    return {
+        reference.path
+        for reference, _ in program.referenced
+        if isinstance(reference, GradientReference)
+        and reference.get() is MISSING
+        and lacks(reference.parameter.get())
+    }
+
+
+def _what_was_read(reach: Reach, reached: Callable[[Reads], Reach], known: Known) -> Reach:
+    """What of a traced step's reach is to be guarded.
+
+    Args:
+        reach: of the trace.
+        reached: gives the step's reach, once more.
+        known: of earlier captures of the step.
+
+    Raises:
+        ReadMore: the trace was made with more tensors, optimizers or live numbers than that.
+    """
+    if reach.reads.is_narrow or reach.reads.everything:
+        return reach
+    changing = known.numbers
+    narrow = reached(reach.reads.narrow())
+    _close_shared(narrow, known)
+    if reach.reads.has_strays() or reach.reads.everything:
+        reach.reads.everything = True
+        raise ReadMore
+    if narrow.faked() != reach.faked() or _numbers(narrow, changing) != _numbers(reach, changing):
+        raise ReadMore
+    return narrow
+
+
+def _close_shared(reach: Reach, known: Known) -> None:
+    """Counts the containers among the arguments as state that the step's state holds too.
+
+    Raises:
+        ReadMore: there are such containers, and the trace had others in their places.
+    """
+    if reach.shared:
+        closed = {id(container): container for container in reach.shared}
+        known.taker = replace(known.taker, closed={**known.taker.closed, **closed})
+        raise ReadMore
+
+
+def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
+    return [
+        (reference.path, id(reference.space.holder))
+        for reference in number_references(reach, changing)
+    ]
+
+
+def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
+    program = prune(program)
+    notes = notes_on(program, guards, guessed=answers.guessed)
+    return Variant(
+        checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True
+    )
+
+
+def _lasting_settings(settles: _Settles, after: Program) -> list[Setting]:
+    """What the step sets once; without the tensors that it replaces each time."""
+    renewed = {reference.path for reference, _ in rebound(after)}
+    return [
+        setting
+        for setting in settles.settings
+        if not (setting.is_exchange and setting.path in renewed)
+    ]
+
+
+def _is_settled(settles: _Settles, after: Program) -> bool:
+    """Whether the step does the same once the values are set as it did before, except for setting
+    them.
+    """
+    tables = [
+        setting.path for setting in _lasting_settings(settles, after) if setting.slot is not None
+    ]
+    written = after.written()
+    if any(
+        ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
+    ):
+        return False  # what the trace has left there was written once, and would be again
+    before = with_state(settles.program, after, tables)
+    if before is None or not asks_the_same(before, after):
+        return False
+    return difference(renumbered(prune(before)), renumbered(after)) is None
+
+
+def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
+    """The refusal of a step that changes Python state.
+
+    Args:
+        moved: all that it changes.
+        lasting: what it changes at later calls too. One of these is named if there is any, since
+            the others are allowed.
+    """
+    places = set(map(place_of, lasting))
+    reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
+    remedy = (
+        f"{CHANCE}; seed the generator outside of the step" if reason.endswith(DRAWN) else OUTSIDE
+    )
+    return CaptureError(
+        f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
+        code="moved",
+    )
+
+
+_METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
+
+
+def _name_metric(error: CaptureError, reach: Reach) -> None:
+    """Says what to do where a metric of torchmetrics is at fault, whose code no user changes."""
+    text = str(error)
+    for path, module in reach.modules:
+        is_metric = type(module).__module__.startswith("torchmetrics.")
+        is_at_fault = f"{path}." in text or "torchmetrics/" in (error.source or "")
+        if is_metric and is_at_fault and _METRIC not in text and "validate_args" not in text:
+            error.args = (f"{text}; {path} is of torchmetrics: {_METRIC}",)
+            return
+
+
+def _resized(program: Program) -> str | None:
+    """Which tensor of the step's state has another shape each time, and what to do; None if none
+    has.
+    """
+    found = {reference.path: program.slots[slot] for reference, slot in program.referenced}
+    for reference, slot in rebound(program):
+        before, after = found.get(reference.path), program.slots[slot]
+        if before is not None and after is not None and before.shape != after.shape:
+            return (
+                f"the step finds a tensor of shape {before.shape} at {reference.path} and leaves one of shape {after.shape}, so each "
+                "call would need another plan; make a tensor of full size there before the first call, and write the rows into "
+                "it in place (bank.copy_(torch.cat([bank, rows])[-n:])), with a mask or a count where it is not full yet"
+            )
+    return None
+
+
+def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
+    """Refuses a step that goes another way with live numbers than with plain ones, such as one that
+    looks at their very type.
+    """
+    (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
+    if tracer.sized is not None:
+        live, plain = (replaced_in(one, plain_number) for one in (live, plain))
+    if not agrees(live, plain):
+        raise CaptureError(
+            "the step does not treat a number that may change (of an optimizer's group, or that "
+            "the step keeps) like a plain number: capture puts an object of another type in its "
+            "place; test with isinstance(x, float) instead of type(x), or keep the number in a "
+            "tensor",
+            code="value_reached_python",
+        )
+
+
+def _needs_others(error: CaptureError, programs: list[Program]) -> bool:
+    """Whether the step cannot be traced once more because other code has to run in between: the
+    state of an optimizer is not known yet, or the step uses up gradients that it does not make.
+    """
+    if error.code == "unknown_state":
+        return True
+    return (
+        error.code == "step_raised"
+        and len(programs) == 1
+        and any(isinstance(reference, GradientReference) for reference, _ in programs[0].referenced)
+    )
+
+
+def _has_known_optimizers(reach: Reach) -> bool:
+    """Whether all optimizers are PyTorch's own, which keep what they know in their state and take
+    numbers for what they are.
+    """
+    return all(
+        type(optimizer).__module__.startswith("torch.optim.") for _, optimizer in reach.optimizers
+    )
+
+
+def _is_first_of(first: Program, later: Program) -> bool:
+    """Whether a later step is the first one again, except for the state that the first one
+    makes.
+    """
+    expected = with_state(first, later)
+    return expected is not None and difference(expected, later) is None
+
+
+def _absent(program: Program) -> set[str]:
+    return {reference.path for reference in program.absent}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracer:
+    """Traces one call of the user's function, any number of times, each from the state in which it
+    was found.
+    """
+
+    reach: Reach
+    train_step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    known: Known
+    asks_kernels: bool
+    is_settled: bool
+    """Whether what the step sets once and for all has been set."""
+    reliance: Reliance
+    """What its traces rely on without holding it."""
+    answers: Answers
+    """What they take for granted where the code goes on either way."""
+    lacking: Collection[str] = ()
+    """The paths of the gradients that are not there if an earlier plan has freed them."""
+    integers: Collection[int] = ()
+    """The places of the integers among the flattened arguments that are live where floats are."""
+    sized: SizedKernels | None = None
+    """What makes fakes whose sizes follow from symbols."""
+
+    @interrupts_wait()
+    def programs(
+        self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False
+    ) -> list[Program]:
+        """Successive steps, until two in a row are the same program, or one is known; or the first
+        alone, as it has to be without live numbers.
+        """
+        while True:
+            self.reach.reads.disturbed.clear()
+            try:
+                programs = self._programs(live_arguments, live_numbers, only_first=only_first)
+            except NumbersChange as found:
+                self.known.numbers.update(found.paths)
+                if self.is_settled:  # these numbers may be among the settings
+                    raise
+            except CaptureError:
+                self.reach.reads.check_others()
+                raise
+            else:
+                self.reach.reads.check_others()
+                self._check_alone(programs, live_arguments)
+                return programs
+
+    def _check_alone(self, programs: list[Program], live_arguments: bool) -> None:
+        """Refuses a step of which no two traces in a row agree if another trace from the same state
+        differs: it depends on something that no guard sees.
+        """
+        error = programs[0].unsettled
+        if isinstance(error, _Unlike):
+            error = error.refusal
+        elif not isinstance(error, CaptureError) or error.code != "step_raised":
+            return
+        (again,) = self._programs(live_arguments, True, only_first=True, stirs=True)
+        if difference(programs[0], again) is not None:
+            raise error
+
+    def _programs(
+        self,
+        live_arguments: bool,
+        live_numbers: bool,
+        *,
+        only_first: bool,
+        stirs: bool = False,
+    ) -> list[Program]:
+        fake_state = FakeState(
+            self.reach,
+            self.args,
+            self.kwargs,
+            self.known.numbers,
+            taker=self.known.taker,
+            asks_kernels=self.asks_kernels,
+            remembered=self.known.kernels,
+            reliance=self.reliance,
+            answers=self.answers,
+            regions=self.known.regions,
+            layouts=self.known.layouts,
+            integers=self.integers,
+            lacking=self.lacking,
+            sized=self.sized,
+        )
+        reads = self.reach.reads
+        snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
+        programs: list[Program] = []
+        change: str | None = None
+        starts: list[list[int]] = []
+        try:
+            args, kwargs = fake_state.enter()
+            inside = Snapshot(self.reach, leaves_others=True)
+            if stirs:
+                inside.stir()
+            for _ in range(_MOST_TRACES):
+                self.known.traces += 1
+                starts.append(fake_state.sharing())
+                try:
+                    program = trace(
+                        fake_state,
+                        self.train_step,
+                        args,
+                        kwargs,
+                        live_arguments=live_arguments,
+                        live_numbers=live_numbers,
+                    )
+                except CaptureError as error:
+                    self._check_unread(fake_state, is_over=False)
+                    if not programs or not _needs_others(error, programs):
+                        raise
+                    programs[-1].unsettled = error
+                    return programs
+                self._check_unread(fake_state, is_over=True)
+                if self.sized is None:  # of equal numbers only some may follow from symbols
+                    self.known.share(program)
+                reads.check()
+                reads.add_functions(self.reliance.unreached(self.reach))
+                if self.reach.may_be_narrower():
+                    reads.narrow()
+                    raise ReadMore
+                moved = [*inside.moved(), *filter(None, [switches.moved()])]
+                settings = (
+                    None
+                    if self.is_settled or not moved or switches.moved()
+                    else inside.settings(fake_state.made)
+                )
+                for setting in settings or ():
+                    if setting.slot is not None and not setting.is_exchange:
+                        path = setting.path
+                        check_no_leaf(setting.space.get(setting.key), path)
+                        reference = PlaceReference(
+                            setting.space, setting.key, path, "buffer", tied=False
+                        )
+                        program.effects.append(Rebind(reference, setting.slot))
+                accumulate_in_place(program)
+                program = assign_early(program)
+                programs.append(
+                    self.known.pruned(program) if self.sized is None else prune(program)
+                )
+                if not live_numbers:
+                    return programs
+                if moved:
+                    if grown := inside.grown() - self.known.not_growing:
+                        self.known.growing |= grown
+                        raise _Grows
+                    if settings is not None:
+                        raise _Settles(settings, programs[0], _refusal(moved, []))
+                    renewed = inside.renewed() - self.known.renewed
+                    if renewed:
+                        self.known.renewed |= renewed
+                        raise _Renews
+                    numbers = inside.numbers() - self.known.numbers
+                    if numbers:
+                        raise NumbersChange(numbers)
+                    lasting = self._lasting(fake_state, args, kwargs)
+                    refusal = _refusal(moved, lasting)
+                    refusal.settles = 0 if switches.moved() or lasting else MOST_SETTLING
+                    raise refusal
+                if (
+                    only_first
+                    or program.unsettled is not None
+                    or (len(programs) == 1 and self.known.has_agreed(programs[0]))
+                ):
+                    return programs
+                if (
+                    len(programs) == 2
+                    and _has_known_optimizers(self.reach)
+                    and _is_first_of(*programs)
+                ):
+                    return programs
+                if len(programs) > 1:
+                    change = difference(programs[-2], programs[-1])
+                    if change is None:
+                        return programs
+                inside.stir()
+        finally:
+            switches.restore()
+            fake_state.growing.leave()
+            snapshot.restore(fake_state.fakes())
+            fake_state.leave()
+        refusal = CaptureError(
+            _resized(programs[0])
+            or f"the step did different things in two traces from the same state: {change}; let the "
+            "step depend on its arguments and state alone",
+            code="unstable",
+        )
+        if starts[-1] == starts[-2]:
+            raise refusal
+        programs[0].unsettled = _Unlike(refusal)
+        return programs[:1]
+
+    def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
+        """Checks, after a trace, whether the step may depend on what is in the lists that grow.
+
+        Raises:
+            _Grows: it may.
+        """
+        read = fake_state.growing.read(is_over=is_over)
+        if self.known.regions.used().calls:  # Dynamo would look at what is in the lists' places
+            read = {growing.path for growing in self.reach.growing}
+        if read:
+            self.known.read(read)
+            raise _Grows
+
+    def _lasting(
+        self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[str]:
+        """What the step, run again on what the last trace has left, changes in Python state that no
+        later capture could follow. That run makes no program, since the last trace has left fakes
+        that the fake state does not know. If the run ends in an error, the answer is a guess: none,
+        unless the error is about such a change itself.
+        """
+        inside = Snapshot(self.reach, leaves_others=True)
+        inside.stir()  # so that a generator that the step seeds each time is seen to move
+        try:
+            trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
+        except (ArgumentsChange, NumbersChange):
+            return []
+        except CaptureError as error:
+            return [] if error.code != "moved" or error.settles else [str(error)]
+        return inside.lasting(self.known.numbers)
+
+    def live_programs(self) -> list[Program] | None:
+        """The same with live float arguments; None if the step does something else with them
+        than with floats.
+        """
+        try:
+            programs = self.programs(live_arguments=True)
+        except CaptureError as error:
+            self.reach.reads.check()
+            if error.path is not None:
+                raise
+            return None
+        (plain,) = self.programs(live_arguments=False, only_first=True)
+        return programs if agrees(programs[0], plain) else None
+
+
+class _Unlike(CaptureError):
+    """A step puts tensors in places so that the next step, with the same arguments, finds other
+    places that share one, as `self.last, self.obs = self.obs, obs.detach()` does.
+
+    Attributes:
+        refusal: of a step that differs in two traces for another reason.
+    """
+
+    def __init__(self, refusal: CaptureError) -> None:
+        super().__init__(
+            "after the step other places share tensors, with one another or with the arguments, than before it, "
+            "so the next step can be captured only when this one has run; roam.compile does so, and "
+            'capture(step="first") captures this one',
+            code="unsettled",
+        )  # fmt: skip
+        self.refusal = refusal
+
+
+def refuse_shapeless(reach: Reach) -> None:
+    """Refuses parameters and buffers of lazy modules that have not run yet."""
+    for slot in reach.slots:
+        if isinstance(
+            slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+        ):
+            refuse(
+                slot.path,
+                "has no shape yet; run the module once before the step",
+                code="uninitialized_parameter",
+            )
+
+
+def _refuse_unseen_state(reach: Reach) -> None:
+    """Refuses what the step holds and no guard can compare."""
+    refuse_shapeless(reach)
+    for path, iterator in reach.iterators:
+        if isinstance(iterator, io.IOBase):
+            refuse(
+                path,
+                "is a stream, of which no guard sees what it is connected to; let the step name "
+                "sys.stdout or sys.stderr where it prints, or write to the stream outside of it",
+                code="iterator",
+            )
+        refuse(
+            path,
+            "is an iterator, and every later step would get the item that it gives at capture; "
+            "take the next batch outside of the step, and pass it as an argument; if the step does "
+            "not use it, delete it, or keep a list in its place",
+            code="iterator",
+        )
+    for path, scaler in reach.scalers:
+        try:
+            check_scaler(scaler, path)
+        except CaptureError as error:
+            error.path = path
+            raise
+    check_beneath(reach)
+
+
+__all__ = [
+    "CapturedStep",
+    "Variant",
+    "capture",
+    "capture_step",
+    "capture_variant",
+    "refuse_shapeless",
+]

@@ -1,0 +1,434 @@
+"""Steps that keep parameters, state and gradients in files have eager's bits, keep within a limit
+below what is persistent, and leave the user's objects true."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roam
+from roam.program import paging
+from roam.program.pages import Pages, is_movable, is_paged
+from training import assert_same_bits
+
+WIDTH = 64
+
+
+def perceptron(optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+    return model, optimizer(model.parameters(), **options)
+
+
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, WIDTH, generator=generator), torch.randint(
+        0, 3, (4,), generator=generator
+    )
+
+
+def clipped(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
+
+
+def plain(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    return [one.detach().clone() for one in (*model.state_dict().values(), *state)]
+
+
+def persistent_bytes(model: Any, optimizer: Any) -> int:
+    return sum(one.nbytes for one in bits(model, optimizer))
+
+
+def trained(
+    step: Any, made: tuple[Any, Any], steps: int = 4, between: Callable[..., Any] | None = None
+) -> list[torch.Tensor]:
+    """Losses, parameters and state; what `between` returns after each step is among them."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        found.append(step(*made, *batch(generator)).clone())
+        if between is not None:
+            found += between(*made)
+    return [*found, *bits(*made)]
+
+
+@functools.cache
+def limit() -> int:
+    """A third of what parameters and AdamW's state take."""
+    made = perceptron()
+    trained(clipped, made, 1)
+    return persistent_bytes(*made) // 3
+
+
+def paged(tmp_path: Path, step: Any = clipped, **options: Any) -> roam.Step:
+    return roam.compile(step, **{"memory": limit(), "offload": tmp_path, **options})
+
+
+STEPS = {
+    "clipped": (clipped, {"foreach": False}),
+    "foreach": (clipped, {"foreach": True}),
+    "fused": (clipped, {"fused": True}),
+    "plain": (plain, {"foreach": False}),
+    "amsgrad": (plain, {"foreach": False, "amsgrad": True}),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_within_a_third_of_its_parameters_and_state(name: str, tmp_path: Path) -> None:
+    function, options = STEPS[name]
+    made, step = perceptron(**options), paged(tmp_path, function)
+    assert_same_bits(trained(function, perceptron(**options)), trained(step, made))
+    step.measured(*made, *batch(torch.Generator()))
+    memory = step.memory()
+    assert memory.measured_bytes is not None
+    assert memory.measured_bytes <= memory.total_bytes <= limit()
+    assert memory.run_bytes <= limit()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STEPS)
+def test_poison_in_a_pool_finds_nothing(name: str, tmp_path: Path) -> None:
+    function, options = STEPS[name]
+    step = paged(tmp_path, function, poison=True, pool=True)
+    expected = trained(function, perceptron(**options))
+    assert_same_bits(expected, trained(step, perceptron(**options)))
+
+
+def averaged(model: Any, average: Any) -> None:
+    with torch.no_grad():
+        for one, other in zip(average.parameters(), model.parameters(), strict=True):
+            one.lerp_(other, 0.1)
+
+
+def test_everyone_sees_current_values_between_steps(tmp_path: Path) -> None:
+    """State dictionaries, files, evaluation, averages, detached tensors and writes of one's own."""
+
+    def run(step: Any) -> list[torch.Tensor]:
+        made = perceptron()
+        average = copy.deepcopy(made[0])
+
+        def between(model: Any, optimizer: Any) -> list[torch.Tensor]:
+            averaged(model, average)
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+            file.seek(0)
+            loaded = torch.load(file)
+            with torch.no_grad():
+                evaluated = model(torch.ones(2, WIDTH))
+                model[0].weight.mul_(0.9)
+            detached = model[0].weight.detach()
+            held.append(detached)
+            found = [
+                *loaded[0].values(), loaded[1]["state"][0]["exp_avg"], evaluated, detached.clone(),
+                *(one.detach().clone() for one in average.parameters()),
+            ]  # fmt: skip
+            assert all(torch.equal(one, detached) for one in held)
+            return found
+
+        held: list[torch.Tensor] = []
+        return trained(step, made, between=between)
+
+    assert_same_bits(run(clipped), run(paged(tmp_path)))
+
+
+def test_parameters_and_state_lie_in_files_between_steps(tmp_path: Path) -> None:
+    made = perceptron()
+    identities = list(map(id, made[0].parameters()))
+    trained(paged(tmp_path), made, 2)
+    assert list(map(id, made[0].parameters())) == identities
+    large = [one for one in made[0].parameters() if one.nbytes >= paging.LEAST_BYTES]
+    large += [made[1].state[one][name] for one in large for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(map(is_paged, large)) > 0.6 * len(large)
+
+
+def accumulating(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Two batches a step."""
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss = nn.functional.cross_entropy(model(part), target) / 2
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return total
+
+
+def test_batches_are_accumulated_in_a_step(tmp_path: Path) -> None:
+    step = paged(tmp_path, accumulating, memory=int(1.2 * limit()))
+    assert_same_bits(trained(accumulating, perceptron()), trained(step, perceptron()))
+
+
+def test_batches_are_accumulated_over_steps(tmp_path: Path) -> None:
+    """Gradients lie in files too, between the calls that add to them."""
+
+    def run(wrap: Callable[..., Any]) -> tuple[list[torch.Tensor], list[Any]]:
+        model, optimizer = perceptron()
+
+        def backward(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        def update(model: Any, optimizer: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps = wrap(backward), wrap(update)
+        generator, found = torch.Generator().manual_seed(1), []
+        for number in range(6):
+            found.append(steps[0](model, *batch(generator)).clone())
+            found += [one.grad.clone() for one in model.parameters()]
+            if number % 2:
+                steps[1](model, optimizer)
+        return [*found, *bits(model, optimizer)], list(steps)
+
+    planned, steps = run(lambda step: paged(tmp_path, step))
+    assert_same_bits(run(lambda step: step)[0], planned)
+    assert all(step.memory().total_bytes <= limit() for step in steps)
+
+
+def test_a_schedule_and_a_resumed_run(tmp_path: Path) -> None:
+    def run(compiled: bool) -> list[torch.Tensor]:
+        made = perceptron()
+        found: list[torch.Tensor] = []
+        for _ in range(2):
+            schedule = torch.optim.lr_scheduler.StepLR(made[1], 1, 0.5)
+            step = paged(tmp_path) if compiled else clipped
+
+            def stepped(*args: Any, step: Any = step, schedule: Any = schedule) -> Any:
+                loss = step(*args)
+                schedule.step()
+                return loss
+
+            found += trained(stepped, made, 3)
+            file = io.BytesIO()
+            torch.save([one.state_dict() for one in made], file)
+            file.seek(0)
+            made = perceptron()
+            load(made, torch.load(file))
+        return found
+
+    assert_same_bits(run(False), run(True))
+
+
+def load(made: tuple[Any, Any], states: list[Any]) -> None:
+    for one, state in zip(made, copy.deepcopy(states), strict=True):
+        one.load_state_dict(state)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(8)), nn.Linear(WIDTH, 3))
+    return model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+
+
+def test_frozen_weights_are_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = persistent_bytes(*adapted()) // 2
+    made, step = adapted(), paged(tmp_path, memory=budget)
+    assert_same_bits(trained(clipped, adapted()), trained(step, made))
+    written: list[int] = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: written.append(1) or pwrite(*args))
+    step(*made, *batch(torch.Generator()))
+    memory = step.memory()
+    assert not written
+    assert memory.read_bytes["parameter"] > 0
+    assert not memory.written_bytes
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    before = bits(*made)
+    generator = torch.Generator()
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(roam.ExecutionError, match="No space left on device") as refused:
+            step(*made, *batch(generator))
+    assert refused.value.code == "offload_room"
+    assert_same_bits(before, bits(*made))
+    step(*made, *batch(generator))
+
+
+def test_a_disk_that_fails_to_read_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    before = bits(*made)
+
+    def failing(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing)
+        with pytest.raises(roam.ExecutionError, match=r"roam\.fetch at .*: .*Input/output"):
+            step(*made, *batch(torch.Generator()))
+    assert_same_bits(before, bits(*made))
+    again = perceptron()
+    load(again, [one.state_dict() for one in made])
+    assert_same_bits(trained(clipped, again, 2), trained(step, made, 2))
+
+
+def test_a_disk_that_fails_to_write_names_what_is_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    saved = copy.deepcopy([one.state_dict() for one in made])
+    calls: list[int] = []
+    pwrite = os.pwrite
+
+    def failing(*args: Any) -> int:
+        calls.append(1)
+        if len(calls) > 12:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(roam.ExecutionError, match=r"roam\.put at .*: .*Input/output") as torn:
+            step(*made, *batch(torch.Generator()))
+    assert torn.value.code == "torn"
+    again = perceptron()
+    load(made, saved)
+    load(again, saved)
+    assert_same_bits(trained(clipped, again, 2), trained(step, made, 2))
+
+
+def test_memory_that_others_have_is_not_moved(tmp_path: Path) -> None:
+    made, eager = perceptron(), perceptron()
+    held = [one.detach() for one in made[0].parameters()]
+    with pytest.raises(roam.PlanError) as refused:
+        trained(paged(tmp_path), made, 1)
+    assert refused.value.code.startswith("memory_")
+    del held
+    step = paged(tmp_path)
+    assert_same_bits(trained(clipped, eager), trained(step, made))
+    held = [one.detach() for one in made[0].parameters()]
+    trained(step, made, 1)
+    assert_same_bits([one.detach() for one in made[0].parameters()], held)
+
+
+def test_a_tensor_that_gets_other_memory_is_moved_again(tmp_path: Path) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    weight = made[0][0].weight
+    weight.data = weight.data.clone()
+    held = weight.detach()
+    before = bits(*made)
+    with pytest.raises(roam.ExecutionError, match=r"0\]\.weight is to lie") as refused:
+        trained(step, made, 1)
+    assert refused.value.code == "offload_shared"
+    assert_same_bits(before, bits(*made))
+    del held
+    trained(step, made, 1)
+    assert is_paged(weight)
+
+
+def test_a_graph_from_before_a_step_knows_that_parameters_have_changed(tmp_path: Path) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    loss = made[0](torch.ones(2, WIDTH)).sum()
+    trained(step, made, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_files_are_gone_with_their_tensors(tmp_path: Path) -> None:
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 3)
+    assert len(os.listdir("/proc/self/fd")) > descriptors
+    del made, step
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_forked_process_changes_nothing_of_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    parents = [one.detach() for one in made[0].parameters()]
+    before = [one.clone() for one in parents]
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)
+    del parents
+    kept = Pages(tmp_path)
+    weight = made[0][0].weight
+    assert is_movable(weight)
+    assert not is_paged(weight)
+    kept.take_in([("weight", weight)])
+    assert is_paged(weight)
+    assert_same_bits(before[:1], [weight.detach()])
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or "ROAM_HARD_LIMIT" not in os.environ,
+    reason="`make hard-limit` runs it: how much malloc keeps for later depends on timing",
+)
+def test_the_system_may_give_a_third_of_parameters_and_state() -> None:
+    def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+        script = Path(__file__).parents[1] / "hard_paging.py"
+        settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
+        return subprocess.run(
+            [sys.executable, script, *arguments],
+            env=os.environ | settings, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    eager, planned = (
+        json.loads(ran(*arguments).stdout.splitlines()[-1])
+        for arguments in (("eager", "20"), ("paged", "20", "limited"))
+    )
+    assert (planned["losses"], planned["digest"]) == (eager["losses"], eager["digest"])
+    assert planned["planned_bytes"] <= planned["budget_bytes"]
+    assert 3 * planned["budget_bytes"] <= planned["persistent_bytes"]
+    assert "can't allocate memory" in ran("eager", "1", "limited").stderr

@@ -1,0 +1,339 @@
+"""Steps that step schedulers of learning rates, and return what these change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import roam
+from roam.tracing.step import Known, capture_step
+from steps import both
+
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+    "doubled": lambda optimizer: Doubled(optimizer),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+}
+
+
+class Doubled(lr_scheduler.LRScheduler):
+    def get_lr(self) -> Any:
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+    def get_last_lr(self) -> Any:
+        return [2 * rate for rate in super().get_last_lr()]
+
+
+class Task:
+    def __init__(self, make: Callable[[Any], Any], leave: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Tanh())
+        groups = [
+            {"params": list(self.net[:2].parameters())},
+            {"params": list(self.net[2:].parameters()), "lr": 0.01},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        self.scheduler = make(self.optimizer)
+        self.leave = leave
+
+    def step(self, x: torch.Tensor, log: dict[str, Any]) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return self.leave(self, loss.detach(), log)
+
+
+def rates_after(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return {"loss": loss.item(), "rates": task.scheduler.get_last_lr()}
+
+
+def epochs(task: Task, loss: Any, log: Any) -> Any:
+    before = task.scheduler.last_epoch
+    task.scheduler.step()
+    return before, task.scheduler.last_epoch, task.optimizer.param_groups[1]["lr"]
+
+
+def twice(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    first = task.scheduler.get_last_lr()[0], task.scheduler.last_epoch
+    task.scheduler.step()
+    return first, task.scheduler.get_last_lr(), task.scheduler.last_epoch
+
+
+def logged(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    log["rate"] = task.scheduler.get_last_lr()[0]
+    log["epoch"] = task.scheduler.last_epoch
+
+
+def before(task: Task, loss: Any, log: Any) -> Any:
+    rates = task.scheduler.get_last_lr()
+    product = loss * rates[0]
+    task.scheduler.step()
+    return rates, product
+
+
+def of_parts(task: Task, loss: Any, log: Any) -> Any:
+    parts = task.scheduler._schedulers
+    task.scheduler.step()
+    return [(part.last_epoch, part.get_last_lr()) for part in parts]
+
+
+def by_loss(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step(loss)
+    return task.scheduler.get_last_lr(), task.optimizer.param_groups[0]["lr"]
+
+
+CASES = [
+    *((name, rates_after) for name in MAKE if name not in ("doubled", "plateau")),
+    ("cosine", epochs),
+    ("sequential", epochs),
+    ("exponential", twice),
+    ("lambda", logged),
+    ("exponential", before),
+    ("doubled", before),
+    ("sequential", of_parts),
+    ("plateau", by_loss),
+]
+
+
+def trained(name: str, leave: Callable[..., Any], compiles: bool, memory: str | None) -> Any:
+    task = Task(MAKE[name], leave)
+    step: Any = roam.compile(task.step, memory=memory) if compiles else task.step
+    found, log = list[Any](), dict[str, Any]()
+    for number in range(6):
+        if number == 3:
+            task.optimizer.param_groups[0]["lr"] = 0.05  # which no `get_last_lr` says
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(number))
+        found += [repr(step(x, log)), repr(log), task.scheduler.get_last_lr()]
+    if compiles and not log:
+        assert len(step.plans) <= 2
+    return found, [parameter.tolist() for parameter in task.net.parameters()]
+
+
+@pytest.mark.parametrize("memory", [None, "95%"])
+@pytest.mark.parametrize(("name", "leave"), CASES)
+def test_rates_and_counters_are_eagers(
+    name: str, leave: Callable[..., Any], memory: str | None
+) -> None:
+    assert trained(name, leave, True, memory) == trained(name, leave, False, None)
+
+
+def calculates(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return loss * task.scheduler.get_last_lr()[0]
+
+
+def asks(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return 1 if task.scheduler.last_epoch > 2 else 2
+
+
+@pytest.mark.parametrize("leave", [calculates, asks, rates_after])
+def test_what_a_plan_cannot_know_in_time_is_refused(leave: Callable[..., Any]) -> None:
+    name = "doubled" if leave is rates_after else "exponential"
+    task = Task(MAKE[name], leave)
+    with pytest.raises(roam.CaptureError, match="return it as it is") as caught:
+        roam.compile(task.step)(torch.ones(2, 4), {})
+    assert caught.value.code == "unknown_number"
+    assert "test_schedulers.py" in str(caught.value)
+    assert task.scheduler.last_epoch == 0
+    assert task.scheduler.get_last_lr()[1] == (0.02 if name == "doubled" else 0.01)
+
+
+def test_compare_compares_them() -> None:
+    task = Task(MAKE["exponential"], rates_after)
+    comparison = roam.compare(task.step, torch.ones(64, 4), {})
+    assert comparison.equal, comparison
+
+
+def kinds_and_lists(task: Task, loss: Any, log: Any) -> Any:
+    first = task.scheduler.get_last_lr()
+    task.scheduler.step()
+    rates, epoch = task.scheduler.get_last_lr(), task.scheduler.last_epoch
+    log["held"] = [rates]
+    kinds = type(epoch), isinstance(epoch, int), isinstance(rates[0], float)
+    return kinds, first, rates, {"again": Held(rates)}, rates is task.scheduler.get_last_lr()
+
+
+class Held:
+    def __init__(self, rates: Any) -> None:
+        self.rates = rates
+
+
+@pytest.mark.parametrize("name", ["exponential", "sequential", "plateau"])
+def test_lists_of_rates_are_the_schedulers_own(name: str) -> None:
+    task = Task(MAKE[name], kinds_and_lists)
+    if name == "plateau":
+        plain_step = task.scheduler.step
+        task.scheduler.step = lambda: plain_step(1.0)
+    step, log = roam.compile(task.step), dict[str, Any]()
+    for _ in range(4):
+        before = task.scheduler.get_last_lr()
+        kinds, first, rates, others, is_same = step(torch.ones(64, 4), log)
+        after = task.scheduler.get_last_lr()
+        assert kinds == (int, True, True)
+        assert is_same
+        assert first is before
+        assert after is rates
+        assert after is others["again"].rates
+        assert after is log["held"][0]
+
+
+def test_a_group_that_is_new_has_a_rate_after_the_step() -> None:
+    def rates(compiles: bool) -> Any:
+        task, found = Task(MAKE["exponential"], rates_after), []
+        step = roam.compile(task.step) if compiles else task.step
+        for number in range(4):
+            if number == 2:
+                added = torch.nn.Parameter(torch.ones(3))
+                task.optimizer.add_param_group({"params": [added], "lr": 0.3, "initial_lr": 0.3})
+                task.scheduler.base_lrs.append(0.3)
+            found.append(step(torch.ones(64, 4), {})["rates"])
+        return found
+
+    assert rates(True) == rates(False)
+
+
+def changes_the_list(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.scheduler.get_last_lr().append(1.0)
+
+
+def changes_the_metric(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step(loss)
+    loss.zero_()
+
+
+class Keeping(lr_scheduler.ExponentialLR):
+    def step(self, kept: Any = None) -> None:
+        self.kept = kept
+        super().step()
+
+
+def changes_data_of_the_metric(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step(metrics=loss)
+    loss.data.zero_()
+
+
+def changes_a_list(task: Task, loss: Any, log: Any) -> None:
+    kept = [loss]
+    task.scheduler.step(kept)
+    kept.append(1)
+
+
+def changes_what_the_function_reads(task: Any, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.factor = task.factor * 0.5
+
+
+def changes_a_tensor_that_it_reads(task: Any, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.scale.mul_(0.5)
+
+
+def changes_it_before(task: Any, loss: Any, log: Any) -> Any:
+    task.factor = task.factor * 0.5
+    task.scale.mul_(0.5)
+    task.scheduler.step()
+    task.other = task.other + 1
+    return task.scheduler.get_last_lr()
+
+
+def task_with_function(leave: Callable[..., Any]) -> Task:
+    def factor(epoch: int) -> float:
+        return task.factor * float(task.scale)  # type: ignore[no-any-return]
+
+    task: Any = Task(MAKE["exponential"], leave)
+    task.factor, task.scale, task.other = 1.0, torch.ones(()), 0
+    task.scheduler = lr_scheduler.LambdaLR(task.optimizer, factor)
+    return task  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [
+        (changes_the_list, "changes the list"),
+        (changes_the_metric, "changes what it has given"),
+        (changes_data_of_the_metric, "changes what it has given"),
+        (changes_a_list, "changes what it has given"),
+        (changes_what_the_function_reads, r"self\.factor"),
+        (changes_a_tensor_that_it_reads, r"self\.scale"),
+    ],
+)
+def test_a_step_may_not_change_what_its_scheduler_reads_later(
+    leave: Callable[..., Any], words: str
+) -> None:
+    task = task_with_function(leave)
+    if leave in (changes_the_metric, changes_data_of_the_metric):
+        task = Task(MAKE["plateau"], leave)
+    elif leave is changes_a_list:
+        task = Task(lambda optimizer: Keeping(optimizer, 0.9), leave)
+    with pytest.raises(roam.CaptureError, match=words):
+        roam.compile(task.step)(torch.ones(64, 4), {})
+
+
+def test_a_step_may_change_what_its_scheduler_reads_before() -> None:
+    def rates(compiles: bool) -> Any:
+        task = task_with_function(changes_it_before)
+        step = roam.compile(task.step) if compiles else task.step
+        return [step(torch.ones(64, 4), {}) for _ in range(4)]
+
+    assert rates(True) == rates(False)
+
+
+def test_a_first_step_with_a_scheduler_stands_for_the_later_ones() -> None:
+    """The scheduler's place among the calls counts those that every step makes: two traces do."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    known = Known()
+    capture_step(step, (torch.ones(4, 3),), {}, known=known)
+    assert known.traces == 2
+
+
+def test_counters_may_be_asked_before_the_scheduler_is_stepped() -> None:
+    """As accelerate's AcceleratedScheduler asks OneCycleLR's, which raises after its last step."""
+
+    def script(wrap: Any) -> Any:
+        optimizer = torch.optim.SGD([weight := nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (weight * x).square().sum() * (scheduler.last_epoch + 1)
+            loss.backward()
+            optimizer.step()
+            if scheduler._step_count <= scheduler.total_steps:
+                scheduler.step()
+            return loss.detach()
+
+        compiled.append(wrap(step))
+        losses = [compiled[-1](torch.full((3,), 0.1 * i)) for i in range(7)]
+        return losses, weight.detach(), scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+
+    compiled: list[Any] = []
+    both(script)
+    assert len(compiled[1]._captures) == 2
