@@ -177,6 +177,9 @@ def _in_place(
     slots: list[int],
     leaving: set[int],
 ) -> Iterator[tuple[int, int]]:
+    """(slot of an argument, slot of a result): which results the kernel may write over an argument
+    that dies in the call, as the table of kernels and the layouts of both allow.
+    """
     outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
     values = named(call.target, call.args, call.kwargs)
     for argument, number in found.cleared_in_place(inputs, outputs):

@@ -3,8 +3,9 @@
 A learning rate, an optimizer's step count, a loss scale: during capture each is a `LiveFloat` or
 `LiveInt`, whose arithmetic is recorded as calls of Python's own operators, in the order in which
 the user's code makes them, so that a run gives the very bits of eager. Any use that would bring the
-value itself into Python (`float(x)`, `print(x)`) raises `CaptureError`, since the plan would use
-the value of the capture for ever. A condition (`if x > 1`) becomes a computed guard.
+value itself into Python (an index, a key of a dictionary) raises `CaptureError`, since the plan
+would use the value of the capture for ever. A condition (`if x > 1`) becomes a computed guard, and
+a plain message (`print(x)`) an effect.
 """
 
 from __future__ import annotations

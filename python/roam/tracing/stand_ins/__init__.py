@@ -1,1 +1,3 @@
-"""What stands in the places of the user's objects and of functions while a step is traced."""
+"""What stands in the places of the user's objects and of functions while a step is traced, or
+refuses there.
+"""

@@ -34,9 +34,9 @@ from roam.torch_compat.private import (
 from roam.tracing.distributed import dtensors, fully_shard
 from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.fake_kernels.cache import tensors_in
-from roam.tracing.fakes.deep_copies import CopiedGenerators
 from roam.tracing.fakes.fake_identity import is_parameter
 from roam.tracing.fakes.gradient_history import watched_engine
+from roam.tracing.numbers.copied_generators import CopiedGenerators
 from roam.tracing.numbers.number_conversions import conversions, only_calling
 from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
