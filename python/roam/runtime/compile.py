@@ -352,6 +352,12 @@ class Step:
         """
         if refusal is not None and not self.may_run_beside(refusal):
             raise refusal
+        if refusal is not None:
+            logger.warning(
+                "%s runs its own Python at each call from now on, beside a plan once two calls are alike, which takes some 20 "
+                "microseconds for each operator (docs/explanation/beside.md), since a plan alone cannot repeat it: %s",
+                self._name, refusal,
+            )  # fmt: skip
         most = self._captures.most
         self._beside = Beside(
             self._train_step, self._name, self._options, self._on_change, most, refusal

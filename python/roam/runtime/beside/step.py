@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -331,15 +330,10 @@ class Beside:
         inputs = [slot_of[slot] for slot in executor.bindings.input_slots()]
         devices = frozenset(meta.device.type for meta in program.slots if meta is not None)
         count = sum(entry.kind != "settle" for entry in script.entries)
-        why = "" if self._why is None else str(self._why).partition(";")[0]
-        why = why and f", since a plan alone cannot repeat it: {why}"
-        logger.log(
-            logging.INFO if self.plans or self._why is None else logging.WARNING,
-            "%s: %s. Its own Python runs beside the plan at each call, which takes about %.1f ms for %d operators "
-            "(docs/explanation/beside.md)%s",
-            self._name, choice, count * _HOST_S * 1e3, count, why,
+        logger.info(
+            "%s: %s. Its own Python runs beside the plan at each call, which takes about %.1f ms for %d operators",
+            self._name, choice, count * _HOST_S * 1e3, count,
         )  # fmt: skip
-        logger.info("%s: %s", self._name, choice)
         return Planned(script, choice, executor, memory, inputs, devices, pool)
 
     # -- calls by plan
