@@ -566,7 +566,9 @@ def test_auto_runs_beside_what_idle_refuses(caplog: Any) -> None:
         found, compiled = ran("clocks_and_chance", keep_grads=True)
     assert are_same(expected, found)
     assert compiled.memory().total_bytes > 0
-    (told,) = [one.getMessage() for one in caplog.records if "runs its own Python" in one.getMessage()]
+    (told,) = [
+        one.getMessage() for one in caplog.records if "runs its own Python" in one.getMessage()
+    ]
     assert "random generator was drawn from" in told
 
 

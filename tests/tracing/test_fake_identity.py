@@ -91,24 +91,6 @@ def by_class(my: Any, x: Any, loss: Any) -> int:
     )
 
 
-def shared(x: Any, also_x: Any, weight: Any, detached: Any) -> torch.Tensor:
-    x.add_(1)
-    with torch.no_grad():
-        weight.add_(1)
-    return also_x.sum() + detached.sum()
-
-
-def before_and_after(my: Any) -> torch.Tensor:
-    """Goes half of the way of an update, as Reptile does."""
-    before = copy.deepcopy(my.net.state_dict())
-    my.optimizer.step()
-    after = my.net.state_dict()
-    my.net.load_state_dict(
-        {name: torch.lerp(before[name].float(), after[name].float(), 0.5) for name in before}
-    )
-    return before["0.weight"].sum()
-
-
 EQUAL: dict[str, Ask] = {
     "id in a set": zero_where(lambda my, p: id(p) in my.ids),
     "id as a key": zero_where(lambda my, p: my.factors.get(id(p), 0) > 0),
@@ -143,14 +125,6 @@ EQUAL: dict[str, Ask] = {
     "attribute": lambda my, x, loss: getattr(my.weight, "noted", 1) + hasattr(my.weight, "other"),
     "grad_fn": lambda my, x, loss: len(loss.grad_fn.name()),
     "same memory": lambda my, x, loss: x.is_set_to(x.view_as(x)) + 2 * x.is_set_to(x[1:]) + 4 * x.is_set_to(x.clone()),
-    "deep copy": lambda my, x, loss: copy.deepcopy(x).sum() + copy.deepcopy(x.t()).t()[1, 0] + copy.deepcopy([x, x])[1].sum(),
-    "deep copies that share memory": lambda my, x, loss: shared(*copy.deepcopy([x, x.detach(), my.weight, my.weight.detach()])),
-    "deep copy of a parameter": lambda my, x, loss: type(p := copy.deepcopy(my.weight)) is nn.Parameter and p.requires_grad and p.grad is None,
-    "deep copy of a gradient": lambda my, x, loss: copy.deepcopy(my.weight.grad).sum(),
-    "deep copy of a module": lambda my, x, loss: copy.deepcopy(my.net)[0].weight.sum(),
-    "deep copy of an object": lambda my, x, loss: copy.deepcopy(SimpleNamespace(x=x)).x.sum(),
-    "deep copy of a state dict": lambda my, x, loss: before_and_after(my),
-    "deep copy of optimizer state": lambda my, x, loss: len(copy.deepcopy(my.optimizer.state_dict())["state"]),
     "comparison": lambda my, x, loss: int(loss.item() > 0) + 2 * torch.equal(x, my.weight) + 4 * torch.allclose(loss, loss),
 }  # fmt: skip
 
@@ -164,6 +138,12 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "device of a storage": (lambda my, x, loss: len(str(x.untyped_storage().device)), "identity"),
     "data_ptr": (lambda my, x, loss: x.data_ptr() % 7, "address"),
     "data_ptr of a storage": (lambda my, x, loss: x.untyped_storage().data_ptr() % 7, "address"),
+    "deep copy": (lambda my, x, loss: copy.deepcopy(x).sum(), "pickled"),
+    "deep copy of a parameter": (
+        lambda my, x, loss: copy.deepcopy(my.weight).requires_grad,
+        "pickled",
+    ),
+    "deep copy of a module": (lambda my, x, loss: copy.deepcopy(my.net)[0].weight.sum(), "pickled"),
     "__dict__": (lambda my, x, loss: len(x.__dict__), "identity"),
     "vars": (lambda my, x, loss: len(vars(x)), "identity"),
     "dir": (lambda my, x, loss: len(dir(x)), "identity"),
@@ -185,7 +165,7 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "copy": (lambda my, x, loss: copy.copy(x).sum(), "pickled"),
     "deepcopy of a part": (lambda my, x, loss: copy.deepcopy(x[1:]).sum(), "pickled"),
     "deepcopy of other views": (lambda my, x, loss: len(copy.deepcopy([x, x.t()])), "pickled"),
-    "deepcopy of no leaf": (lambda my, x, loss: copy.deepcopy(loss), "step_raised"),
+    "deepcopy of no leaf": (lambda my, x, loss: copy.deepcopy(loss), "pickled"),
     "dlpack": (lambda my, x, loss: float(np.from_dlpack(x).sum()), "pickled"),
     "to_dlpack": (lambda my, x, loss: torch.utils.dlpack.to_dlpack(x) is not None, "pickled"),
     "numpy": (lambda my, x, loss: float(x.numpy().sum()), "value_reached_python"),
