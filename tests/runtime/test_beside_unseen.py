@@ -336,6 +336,35 @@ def test_what_reads_memory_by_itself_is_refused_where_its_error_is_caught() -> N
     assert caught.value.code == "unread"
 
 
+class _Asked(Exception):
+    """Of the user's, and notes when its text is made."""
+
+    texts = 0
+
+    def __str__(self) -> str:
+        _Asked.texts += 1
+        return "asked"
+
+
+def test_a_step_may_leave_its_plan_while_it_handles_an_error_of_its_own() -> None:
+    calls = []
+
+    def step(x: torch.Tensor) -> Any:
+        total = x.sum()
+        try:
+            raise _Asked
+        except _Asked:
+            calls.append(len(calls))
+            return total * 2 if len(calls) < CALLS else total.sin()
+
+    compiled = roam.compile(step, python="beside")
+    for number in range(CALLS):
+        expected = 24.0 * 2 if number < CALLS - 1 else torch.tensor(24.0).sin().item()
+        assert compiled(torch.ones(4, 6)).item() == expected
+    assert len(compiled.plans) == 1
+    assert _Asked.texts == 0
+
+
 double = torch.compile(lambda x: x * 2, backend="eager")
 
 

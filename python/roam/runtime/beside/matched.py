@@ -720,7 +720,7 @@ class Matched(HiddenMode):
         if self.left or self.is_over:
             return
         self.left = why
-        if UNREAD in str(sys.exc_info()[1]):  # which the step's own code has caught
+        if _is_unread(sys.exc_info()[1]):  # which the step's own code has caught
             self.failure = ExecutionError(UNREAD, code="unread")
             raise self.failure
         if not self.may_leave:
@@ -870,6 +870,14 @@ def _rebound(
             value = TENSOR_DATA.__get__(tensor)
         new[slot] = value
     return new
+
+
+def _is_unread(error: BaseException | None) -> bool:
+    """Whether an error says that memory was asked for before a kernel has written to it. No method
+    of the error's class runs, which may be the user's.
+    """
+    said: tuple[Any, ...] = () if error is None else BaseException.args.__get__(error)  # type: ignore[attr-defined]
+    return any(type(one) is str and UNREAD in one for one in said)
 
 
 def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:
