@@ -65,8 +65,8 @@ def placed_calls(
 
 
 def placing(program: Program, device: torch.device) -> Callable[[Program, int], Placed | None]:
-    """How a call of the program can be placed, also of the program at other sizes; results are
-    computed piece by piece whatever they take.
+    """Tells how a call can be placed, of the program or of the same program at other sizes. Results
+    may be computed piece by piece however few bytes they take.
     """
     where = _Where(device, program.leaving(), unmovable_storages(program), 0)
     return lambda there, index: _found(there, index, where)

@@ -86,7 +86,7 @@ class Page:
 
     @property
     def usual_cuts(self) -> tuple[int, ...]:
-        """After which uses it may be in its file if what stands together in one pass stays so."""
+        """After which uses it is in its file if it stays in memory throughout each pass."""
         if self.reference is None:
             ends = (place for place in range(len(self.uses) - 1) if place not in self.changes)
             return () if self.leaves else tuple(one for one in ends if one + 1 in self.changes)

@@ -776,26 +776,21 @@ class Step:
                 "without streams=",
                 code="invalid_memory_limit",
             )
+        choice, other = self._last_choice(), None
         if self._beside is not None and self._beside.last is not None:
-            last = self._beside.last
-            variant = Variant(last.script.program, self._name, as_written=last.script.program)
-            changes = [
-                tried(f"memory={name}", partial(self._figures_within, variant, last.choice, limit))
-                for name, limit in asked.items()
-            ]
-            planned = planned_by(last.choice)
-            return Anatomy(self._name, planned, plain_of(last.choice), None, changes)
-        captured = self._reported()
-        first, steady = captured.runners[0], captured.runners[-1]
-        planned = planned_by(steady.choice)
-        other = None if first is steady else planned_by(first.choice)
-        later = captured.step.steady or captured.step.first
+            program = self._beside.last.script.program
+            later: Variant | None = Variant(program, self._name, as_written=program)
+        else:
+            captured = self._reported()
+            later = captured.step.steady or captured.step.first
+            if len(captured.runners) > 1:
+                other = planned_by(captured.runners[0].choice)
         assert later is not None, "one of them is there"
         changes = [
-            tried(f"memory={name}", partial(self._figures_within, later, steady.choice, limit))
+            tried(f"memory={name}", partial(self._figures_within, later, choice, limit))
             for name, limit in asked.items()
         ]
-        return Anatomy(steady.name, planned, plain_of(steady.choice), other, changes)
+        return Anatomy(later.name, planned_by(choice), plain_of(choice), other, changes)
 
     def _figures_within(
         self, variant: Variant, known: Choice, limit: MemoryLimit

@@ -136,9 +136,9 @@ class StepMemory:
             `extra_measured_s`.
         read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what
             a step reads of tensors that lie in files between their uses, and what it writes there.
-        least_moved_bytes: no choice of what lies in files when reads and writes less of them in the
-            plan's order, beside what else is in memory as estimated before planning; 0 if that is
-            not known, since operators run again.
+        least_moved_bytes: what a step in the plan's order has to read and write of them at least,
+            whichever lie in files at which times. It rests on an estimate, made before planning, of
+            what else is in memory. 0 if it is not known, as where operators run again.
         cuts: what runs tile by tile to keep within the limit; None if nothing does.
     """
 

@@ -54,8 +54,6 @@ _RANGE = 8
 _LEAST = (Symbols.LEAST, 4, 8, 32)
 """Sizes from which on plans hold for all larger ones. Parts of small sizes may be the whole, and
 attention is computed piece by piece from 32 queries on."""
-_CORNERS = 8
-"""At about how many of a plan's corners its kernels are looked up again."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
@@ -97,7 +95,6 @@ class Ranges:
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         largest = sizes.largest()
-        corners = [*sizes.corners[:: max(len(sizes.corners) // _CORNERS, 1)], sizes.corners[-1]]
         points = [
             tuple(map(min, point.values(), largest))
             for point in sizes.symbols.points
@@ -111,7 +108,9 @@ class Ranges:
             corner = tuple(min(least, most) for most in largest)
             tried = [point for point in points if is_within(corner, point)]
             if all(
-                hold(point) for hold in alike for point in dict.fromkeys([corner, *tried, *corners])
+                hold(point)
+                for hold in alike
+                for point in dict.fromkeys([corner, *tried, *sizes.corners])
             ):
                 sizes.least = least
                 return
@@ -331,9 +330,9 @@ class Ranges:
         """Larger sizes, where these are the largest so far, and of no other size by chance, so that
         what is equal there is equal everywhere.
 
-        Pages of the CPU's memory that nobody touches are never taken. So there a size is doubled,
-        and the next time as good as all of the range has room. Sizes of one argument share its
-        elements, of which there are to be twice as many, and no more.
+        On the CPU, memory that nobody touches costs nothing. So there a size gets room for twice as
+        much, and, where that is not enough, for four times as much, which is most of a range. Sizes
+        of one argument get room for twice its elements together.
         """
         before = sizes.largest() or (0,) * len(values)
         are_sizes = [place[1] != OFFSET for place in sizes.first_places]

@@ -85,15 +85,17 @@ _MOST_LIMITS = 4
 that to a plan."""
 
 _MOST_TRIES = 4
-"""So often is chosen which tensors are in memory, with the room that the plan before has left."""
+"""How often is chosen which tensors stay in memory; each time with the room that the last plan has
+left."""
 _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
 """How many sizes of tensors are tried as the least that never exist whole."""
 _MOST_MISSES = 2
-"""After so many sizes whose tiles save nothing, smaller tensors are not what takes the memory."""
+"""After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
 _LITTLE = 0.1
-"""No tiles are tried, which takes seconds to minutes, where running again adds less of a step."""
+"""Where running operators again adds a smaller share to a step, no tiles are tried: that takes
+seconds to minutes."""
 _WORTH_TILES = 0.98
 """Smaller tiles that leave more than this share of a total are not worth their time."""
 
