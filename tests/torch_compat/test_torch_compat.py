@@ -1021,6 +1021,22 @@ def _which_frames() -> bool:
     )
 
 
+def _functions_are_known() -> bool:
+    """Whether Dynamo knows PyTorch's functions that were others when it first asked for them."""
+    from torch._dynamo import trace_rules
+
+    own, found = torch.tensor, []
+    for asks_before in (True, False):
+        trace_rules.clear_lru_cache()
+        if asks_before:
+            private.know_functions()
+        with mock.patch.object(torch, "tensor", lambda *args: own(*args)):
+            trace_rules.get_torch_obj_rule_map()
+        found.append(own in trace_rules.get_torch_obj_rule_map())
+    trace_rules.clear_lru_cache()
+    return found == [True, False]
+
+
 def _module_calls() -> bool:
     module = torch.nn.Linear(1, 1)
     is_bare = not private.has_module_hooks(module)
@@ -1531,6 +1547,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "compiled_codes": _which_frames,
     "has_tensors": _which_frames,
     "is_looked_at": _which_frames,
+    "know_functions": _functions_are_known,
     "compiled_graph": _compiled_graph,
     "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,

@@ -964,3 +964,14 @@ def test_compiled_code_may_call_a_step(backend: str) -> None:
 
     planned = script(roam.compile, lambda around: torch.compile(around, backend=backend))
     assert all(map(torch.equal, planned, script(lambda step: step, lambda around: around)))
+
+
+def test_later_compilations_know_the_functions_that_a_trace_replaces() -> None:
+    from torch._dynamo import trace_rules
+
+    doubled = torch.compile(lambda x: x * 2, backend="eager")
+    step = roam.compile(lambda x: doubled(x).sum(), python="idle")
+    trace_rules.clear_lru_cache()  # as init_process_group does
+    step(torch.ones(3))
+    whole = torch.compile(lambda x: x * torch.tensor([0.5]), backend="eager", fullgraph=True)
+    assert whole(torch.ones(2)).tolist() == [0.5, 0.5]

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
 from roam.interrupts import interrupts_wait
+from roam.torch_compat.private import know_functions
 
 
 class Patch(NamedTuple):
@@ -325,6 +326,7 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
         with interrupts_wait():
             wanted = list(replacements)
             _check_listed(wanted, of)
+            know_functions()
             for holder, name, value in wanted:
                 if name in ("__class__", "__dict__"):
                     stack.enter_context(_in_class(holder, name, value))

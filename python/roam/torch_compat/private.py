@@ -1246,6 +1246,15 @@ def is_marked(tensor: torch.Tensor) -> bool:
     return any(name.startswith("_dynamo_") and name != DYNAMIC_INDICES for name in vars(tensor))
 
 
+def know_functions() -> None:
+    """Lets Dynamo, if it is loaded, find PyTorch's functions now. It looks for them once, when it
+    first asks, or asks again after `init_process_group`, and then knows only what was there.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    for name in ("get_torch_obj_rule_map", "get_tensor_method"):
+        getattr(rules, name, lambda: None)()
+
+
 def frame_evaluation() -> Any:
     """The module by which `torch.compile` runs what it has compiled; None if nothing has been
     compiled in this process, or where this PyTorch has no way to look at it.
@@ -1648,6 +1657,7 @@ __all__ = [
     "keeping_equal_nodes",
     "kept_buckets",
     "kernel_library_switches",
+    "know_functions",
     "layout_check",
     "layout_of",
     "layout_rules",
