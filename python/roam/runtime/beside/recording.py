@@ -240,7 +240,13 @@ class Recorder(HiddenMode):
             self.fail(
                 f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func
             )
-        elif facts.reshapes_in_place or schema_of(func).name in REFUSED or facts.is_composite:
+        elif facts.is_composite:
+            self.fail(
+                "PyTorch runs it as a whole here, as in torch.inference_mode and in function transforms; use torch.no_grad for "
+                "the former",
+                "refused_operator", func,
+            )  # fmt: skip
+        elif facts.reshapes_in_place or schema_of(func).name in REFUSED:
             self.fail("it changes what a tensor is, not its values", "refused_operator", func)
         if self.recording.failed is not None:
             return func(*args, **kwargs)
