@@ -141,6 +141,19 @@ def row_of_process(what: str, module: str, *arguments: object, **environment: st
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+def row_of_failure(error: Exception) -> Row:
+    """The row of a way that failed: the first line of its error, shortened, as its note."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return {"note": f"{type(error).__name__}: {first}"[:160]}
+
+
+def bytes_of(tensor: Any) -> bytes:
+    """The elements of a tensor on the CPU, byte for byte."""
+    import torch
+
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def _placeless(value: Any) -> Any:
     """A row in which files of this package are named from the package on, the same on every
     machine. Roam's errors name a user's file in full, and a benchmark's step is a user's.

@@ -24,6 +24,11 @@ class Column:
     right: bool = True
 
 
+def number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    """The text of a column: an entry of the row in a unit; nothing where the row has none."""
+    return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of text under titles."""

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from roam_bench import shapes_zoo
-from roam_bench.results import Record, Row, Task, row_of_process
-from roam_bench.run import Benchmark, Column, Table, check_named
+from roam_bench.results import Record, Row, Task, bytes_of, row_of_failure, row_of_process
+from roam_bench.run import Benchmark, Column, Table, check_named, number
 
 _SHORTEST, _LONGEST = 40, 300
 _WIDTH, _LAYERS, _HEADS, _TOKENS = 128, 4, 4, 1000
@@ -66,10 +66,6 @@ def architectures_table(record: Record) -> Table:
     return shapes_zoo.rows_table(record)
 
 
-def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
-    return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
-
-
 def _count(row: Row, name: str) -> str:
     return "" if row.get(name) is None else str(row[name])
 
@@ -95,10 +91,10 @@ _COLUMNS = (
     Column("way", lambda row: row["way"], right=False),
     Column("captures", lambda row: _count(row, "captures")),
     Column("plans", lambda row: _count(row, "plans")),
-    Column("CPU time, s", _number("cpu_s", "{:.1f}")),
-    Column("a step, ms", _number("later_step_s", "{:.1f}", 1e-3)),
-    Column("growth, MiB", _number("growth_bytes", "{:.0f}", _MIB)),
-    Column("later growth", _number("later_growth_bytes", "{:.0f}", _MIB)),
+    Column("CPU time, s", number("cpu_s", "{:.1f}")),
+    Column("a step, ms", number("later_step_s", "{:.1f}", 1e-3)),
+    Column("growth, MiB", number("growth_bytes", "{:.0f}", _MIB)),
+    Column("later growth", number("later_growth_bytes", "{:.0f}", _MIB)),
     Column("note", lambda row: row.get("note", ""), right=False),
 )
 _BESIDE = (
@@ -261,12 +257,6 @@ def _processor_s() -> float:
     return time.process_time() + sum(os.times()[2:4])
 
 
-def _bytes_of(value: Any) -> bytes:
-    import torch
-
-    return bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
 def measured(name: str, way: str, steps: int) -> Row:
     """Trains one family in one way.
 
@@ -301,7 +291,7 @@ def measured(name: str, way: str, steps: int) -> Row:
         start = _processor_s()
         loss = step(batch)
         seconds.append(_processor_s() - start)
-        digest.update(_bytes_of(loss))
+        digest.update(bytes_of(loss))
         timings = getattr(step, "timings", None)
         if timings is not known:
             known = timings
@@ -316,7 +306,7 @@ def measured(name: str, way: str, steps: int) -> Row:
         value for values in optimizer.state_dict()["state"].values() for value in values.values()
     )]  # fmt: skip
     for value in state:
-        digest.update(_bytes_of(value))
+        digest.update(bytes_of(value))
     later = seconds[(planned_at or [1])[-1] + 1 :]
     return {
         "captures": captures if way.startswith("roam") else None,
@@ -335,8 +325,7 @@ def main() -> None:
     except Exception as error:
         if way != "torch.compile":
             raise
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        row = {"note": f"{type(error).__name__}: {first}"[:160]}
+        row = row_of_failure(error)
     sys.stdout.write(json.dumps(row) + "\n")
 
 

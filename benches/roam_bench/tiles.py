@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from roam_bench.results import Record, Row, Task, row_of_process
-from roam_bench.run import Benchmark, Column, Table, check_named
+from roam_bench.results import Record, Row, Task, bytes_of, row_of_failure, row_of_process
+from roam_bench.run import Benchmark, Column, Table, check_named, number
 
 _TOKENS, _MICRO_BATCHES, _STEPS = 512, 2, 5
 _SHARES = (0.5, 0.25, 0.1)
@@ -65,10 +65,6 @@ def rows_table(record: Record) -> Table:
     return Table("Tiles", _COLUMNS, rows)
 
 
-def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
-    return lambda row: "" if row.get(name) is None else form.format(row[name] / unit)
-
-
 def _beside(other: str, name: str) -> Callable[[Row], str]:
     def told(row: Row) -> str:
         before = row.get(other, {}).get(name)
@@ -88,11 +84,11 @@ _COLUMNS = (
     Column("family", lambda row: row["family"], right=False),
     Column("dtype", lambda row: row["dtype"], right=False),
     Column("way", lambda row: row["way"], right=False),
-    Column("in a step, MiB", _number("inside_bytes", "{:.1f}", _MIB)),
+    Column("in a step, MiB", number("inside_bytes", "{:.1f}", _MIB)),
     Column(": plan's", _beside("plain", "inside_bytes")),
-    Column("a step, ms", _number("step_s", "{:.0f}", 1e-3)),
+    Column("a step, ms", number("step_s", "{:.0f}", 1e-3)),
     Column(": eager's", _beside("eager", "step_s")),
-    Column("first call, s", _number("first_s", "{:.1f}")),
+    Column("first call, s", number("first_s", "{:.1f}")),
     Column("tiles", lambda row: row.get("tiles") or ""),
     Column("bits", _bits, right=False),
     Column("note", lambda row: row.get("note", ""), right=False),
@@ -238,9 +234,9 @@ def measured(name: str, dtype: str, way: str) -> Row:
                 "reason": str(error),
             }
         seconds.append(time.process_time() - start)
-        digest.update(_bytes_of(loss))
+        digest.update(bytes_of(loss))
     for parameter in model.parameters():
-        digest.update(_bytes_of(parameter))
+        digest.update(bytes_of(parameter))
     if way.startswith("roam"):
         step.measured(*batches[0])
         memory = step.memory()
@@ -262,19 +258,12 @@ def measured(name: str, dtype: str, way: str) -> Row:
     }
 
 
-def _bytes_of(value: Any) -> bytes:
-    import torch
-
-    return bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
 def main() -> None:
     """Measures one row in this process, and prints it."""
     try:
         row = measured(*sys.argv[1:])
     except Exception as error:  # noqa: BLE001 - others may not do what is asked
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        row = {"note": f"{type(error).__name__}: {first}"[:160]}
+        row = row_of_failure(error)
     sys.stdout.write(json.dumps(row) + "\n")
 
 
