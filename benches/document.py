@@ -5,7 +5,7 @@ A document marks a table's place by two comments, `<!-- table: paper.published_t
 end -->`: the function of that name in `roam_bench.paper` makes it of `docs/benchmarks/paper.json`.
 Where `roam_bench` has no such module, it lies beside this file. Of results with a hyphen in the
 name (`suite-first.json`) what stands before it names the module. `<!-- table: scale.largest_table
-without build, s; load, s -->` leaves these columns out. `<!-- list: surroundings -->` marks the
+without build, s; load, s -->` leaves these columns out. `<!-- list: codes PlanError -->` marks the
 place of what the function of that name in lists.py makes of the code. What stands between the
 comments is replaced.
 """
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 _BLOCK = re.compile(
     r"(?P<begin><!-- (?:table: (?P<bench>[\w-]+)\.|list: )(?P<function>\w+)"
-    r"(?:\s+without\s+(?P<without>[^>]+?))? -->\n)"
+    r"(?: (?P<of>(?!without\b)\w+))?(?:\s+without\s+(?P<without>[^>]+?))? -->\n)"
     r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
@@ -54,7 +54,7 @@ def rendered(text: str) -> str:
 
 def _made(place: re.Match[str]) -> str:
     if place["bench"] is None:
-        return str(getattr(lists, place["function"])())
+        return str(getattr(lists, place["function"])(*filter(None, [place["of"]])))
     record = read_json(RESULTS / f"{place['bench']}.json")
     made = getattr(_module(place["bench"]), place["function"])(record)
     if not isinstance(made, Table):
