@@ -4,8 +4,10 @@
 A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!--
 end -->`: the function of that name in `roam_bench.paper` makes it of `docs/benchmarks/paper.json`.
 Where `roam_bench` has no such module, it lies beside this file. Of results with a hyphen in the
-name (`suite-first.json`) what stands before it names the module. What stands between the comments
-is replaced.
+name (`suite-first.json`) what stands before it names the module. `<!-- table: scale.largest_table
+without build, s; load, s -->` leaves these columns out. `<!-- list: codes PlanError -->` marks the
+place of what the function of that name in lists.py makes of the code. What stands between the
+comments is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import lists
+
 from roam_bench.results import read_json
 from roam_bench.run import Table, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 _BLOCK = re.compile(
-    r"(?P<begin><!-- table: (?P<bench>[\w-]+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)",
+    r"(?P<begin><!-- (?:table: (?P<bench>[\w-]+)\.|list: )(?P<function>\w+)"
+    r"(?: (?P<of>(?!without\b)\w+))?(?:\s+without\s+(?P<without>[^>]+?))? -->\n)"
+    r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
 
@@ -41,17 +47,20 @@ def documents() -> list[Path]:
 def rendered(text: str) -> str:
     """A document's text with every table made anew."""
     return _BLOCK.sub(
-        lambda match: (
-            f"{match['begin']}{_table(match['bench'], match['function'])}\n{match['end']}"
-        ),
+        lambda match: f"{match['begin']}{_made(match)}\n{match['end']}",
         text,
     )
 
 
-def _table(bench: str, function: str) -> str:
-    record = read_json(RESULTS / f"{bench}.json")
-    made = getattr(_module(bench), function)(record)
-    return made.markdown() if isinstance(made, Table) else str(made)
+def _made(place: re.Match[str]) -> str:
+    if place["bench"] is None:
+        return str(getattr(lists, place["function"])(*filter(None, [place["of"]])))
+    record = read_json(RESULTS / f"{place['bench']}.json")
+    made = getattr(_module(place["bench"]), place["function"])(record)
+    if not isinstance(made, Table):
+        return str(made)
+    left_out = " ".join((place["without"] or "").split()).split("; ") if place["without"] else []
+    return made.without(*left_out).markdown()
 
 
 def _module(bench: str) -> ModuleType:

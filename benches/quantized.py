@@ -391,16 +391,16 @@ def row(name: str, build: Callable[[], Training]) -> str:
     try:
         expected, again = run(build, None)[0], run(build, None)[0]
     except Exception as error:  # noqa: BLE001 - not roam's
-        return f"| {name} | fails eagerly ({type(error).__name__}) | | | | |"
+        return f"| {name} | fails eagerly ({type(error).__name__}) | | | |"
     if expected != again:
-        return f"| {name} | eager runs differ | | | | |"
+        return f"| {name} | eager runs differ | | | |"
     free, memory = outcome(expected, build)
-    cells, limited = ["", "", ""], ""
+    cells, limited = ["", ""], ""
     if memory is not None:
         inside = memory.total_bytes - memory.persistent_bytes
         limit = memory.persistent_bytes + int(0.7 * inside)
         limited, _ = outcome(expected, build, memory=limit)
-        figures = (memory.program_order_bytes, memory.total_bytes, memory.measured_bytes)
+        figures = (memory.total_bytes, memory.measured_bytes)
         cells = [f"{(one or 0) / 2**10:,.0f}" for one in figures]
     line = f"| {name} | {free} | {' | '.join(cells)} | {limited} |"
     print(f"{line} {time.monotonic() - start:.0f} s", flush=True)
@@ -421,7 +421,9 @@ def main() -> int:
     equal = sum(cell[1] == "equal" for cell in cells)
     print(f"{equal} of {len(lines)} recipes equal")
     if options.write:
-        head = "| recipe | by plan | program order, KiB | plan, KiB | measured, KiB | with 70 % |\n|---|---|---:|---:|---:|---|"
+        head = (
+            "| recipe | by plan | plan, KiB | measured, KiB | with 70 % |\n|---|---|---:|---:|---|"
+        )
         before, _, rest = PAGE.read_text().partition(BEGIN)
         after = rest.partition(END)[2]
         PAGE.write_text("\n".join([before + BEGIN, "", head, *lines, "", END]) + after)

@@ -37,7 +37,7 @@ from roam_bench.memory_nets import LARGE, NETS, Net, build, capture
 from roam_bench.memory_others import OTHERS, Way, timed_share
 from roam_bench.memory_pytorch import BUDGETS, Point, by_pytorch, by_roam
 from roam_bench.results import Record, Row, Task
-from roam_bench.run import Benchmark, Column, Table, check_named
+from roam_bench.run import Benchmark, Column, Table, across, check_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -556,6 +556,26 @@ def others_table(record: Record) -> Table:
     )
 
 
+def nets_and_ways(record: Record) -> Table:
+    """The same, a line for each net: memory, extra time, and "≠" where bits differ."""
+
+    def cell(row: Row) -> str:
+        kept = (row["measured_bytes"] - row["persistent_bytes"]) / (
+            row["plain_bytes"] - row["persistent_bytes"]
+        )
+        took = "" if row["timed_share"] is None else f", {row['timed_share']:+.1%}"
+        return f"{kept:.1%}{took}{'' if row['is_equal'] else ' ≠'}"
+
+    whole = others_table(record)
+    return across(
+        whole.title,
+        whole.rows,
+        {"net": lambda row: row["net"]},
+        lambda row: str(row["way"]),
+        cell,
+    )
+
+
 def prototypes_table(record: Record) -> Table:
     """What two prototypes took, beside roam's plan within the same bytes."""
 
@@ -632,6 +652,24 @@ def offload_table(record: Record) -> Table:
             *(columns[title] for title in last),
         ],
         record["rows"],
+    )
+
+
+def offload_ways(record: Record) -> Table:
+    """The same, a line for each budget: planned and measured extra time, and what is offloaded."""
+
+    def cell(row: Row) -> str:
+        if row["outcome"] != "found":
+            return str(row["outcome"])
+        moved = f", {format_bytes(row['offloaded_bytes'])}" if row["offloaded_bytes"] else ""
+        return f"{row['extra_share']:+.1%}, {row['timed_share']:+.1%}{moved}"
+
+    return across(
+        offload_table(record).title,
+        record["rows"],
+        {"net": lambda row: row["net"], "budget": lambda row: f"{row['percent']} %"},
+        lambda row: str(row["way"]),
+        cell,
     )
 
 

@@ -359,6 +359,11 @@ def trained_table(record: Record) -> Table:
     return parallelize_trained.rows_table(record)
 
 
+def trained_line(record: Record) -> str:
+    """The same in a line."""
+    return parallelize_trained.line(record)
+
+
 def plot(record: Record, figure: Figure) -> None:
     """Seconds against depth: of the search, and of what reads the step once."""
     axes = figure.subplots()

@@ -81,6 +81,18 @@ def rows_table(record: Record) -> Table:
     return Table("Steps as they were parallelized", COLUMNS, record["rows"])
 
 
+def line(record: Record) -> str:
+    """What the rows say in all."""
+    rows = record["rows"]
+    certified = [row["measured_bytes"] / row["certified_bytes"] for row in rows]
+    eager = [row["eager_bytes"] / row["measured_bytes"] for row in rows]
+    return (
+        f"{sum(row['is_equal'] for row in rows)} of {len(rows)} rows have equal bits, losses differ from one process's by at most "
+        f"{max(row['loss_difference'] for row in rows):.1e}, memory is {min(certified):.4f} to {max(certified):.4f} times the "
+        f"certified, and an eager step takes {min(eager):.2f} to {max(eager):.2f} times as much."
+    )
+
+
 def _mib(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key] / _MIB:.2f}"
 

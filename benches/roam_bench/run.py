@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,17 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Row]
 
+    def without(self, *titles: str) -> Table:
+        """The table less the columns of these titles.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        if unknown := set(titles) - {column.title for column in self.columns}:
+            raise ValueError(f"{self.title} has no column {', '.join(sorted(unknown))}")
+        kept = [column for column in self.columns if column.title not in titles]
+        return replace(self, columns=kept)
+
     def markdown(self) -> str:
         """The table as a document has it, without its title."""
         lines = [
@@ -60,6 +71,31 @@ class Table:
         for row in self.rows if last is None else self.rows[-last:]:
             table.add_row(*(column.text(row) for column in self.columns))
         return table
+
+
+def across(
+    title: str,
+    rows: Sequence[Row],
+    down: Mapping[str, Callable[[Row], str]],
+    to_column: Callable[[Row], str | None],
+    cell: Callable[[Row], str],
+) -> Table:
+    """A table with a line for each of the texts by `down`, and a column for each by `to_column`;
+    what has None there is left out.
+    """
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        if (name := to_column(row)) is not None:
+            lines.setdefault(tuple(text(row) for text in down.values()), {})[name] = cell(row)
+    columns = [
+        Column(one, lambda line, one=one: line[one], right=False)  # type: ignore[misc]
+        for one in (*down, *dict.fromkeys(name for line in lines.values() for name in line))
+    ]
+    empty = dict.fromkeys((column.title for column in columns), "")
+    made = [
+        {**empty, **dict(zip(down, texts, strict=True)), **line} for texts, line in lines.items()
+    ]
+    return Table(title, columns, made)
 
 
 @dataclass(frozen=True)

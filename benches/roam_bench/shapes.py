@@ -18,7 +18,7 @@ from typing import Any
 
 from roam_bench import shapes_zoo
 from roam_bench.results import Record, Row, Task, bytes_of, row_of_failure, row_of_process
-from roam_bench.run import Benchmark, Column, Table, check_named, number
+from roam_bench.run import Benchmark, Column, Table, across, check_named, number
 
 _SHORTEST, _LONGEST = 40, 300
 _WIDTH, _LAYERS, _HEADS, _TOKENS = 128, 4, 4, 1000
@@ -59,6 +59,19 @@ def rows_table(record: Record) -> Table:
         if (before := eager.get(row["family"])) is not None
     ]
     return Table("Many shapes", (*_COLUMNS[:-1], *_BESIDE, _COLUMNS[-1]), rows)
+
+
+def ways_table(record: Record) -> Table:
+    """Families beside ways: time and step by eager PyTorch's, and growth beyond eager's in MiB."""
+    beside = rows_table(record)
+    time, step, growth = _share("cpu_s"), _share("later_step_s"), _beyond("growth_bytes")
+    return across(
+        beside.title,
+        beside.rows,
+        {"family": lambda row: row["family"]},
+        lambda row: None if row["way"] == "eager" else row["way"],
+        lambda row: f"{time(row)} ({step(row)}), {growth(row)}",
+    )
 
 
 def architectures_table(record: Record) -> Table:

@@ -249,15 +249,18 @@ def gaps_table(record: Record) -> Table:
 
 
 def nothing_saved(record: Record) -> str:
-    """The steps whose program order no order is better than, by name."""
+    """The steps whose program order no order is better than, by model and batch."""
     rows = [row for row in record["rows"] if row["reuse"] == "no"]
     none = [
         row for row in rows if saving(row, "program_order_bytes", persistent=False) < _SMALL_SAVING
     ]
     optimal = sum(row["gap"] == 0 for row in none)
-    names = ", ".join(f"{row['model']}/{row['batch']}/{row['optimizer']}" for row in none)
+    batches: dict[str, dict[str, None]] = {}
+    for row in none:
+        batches.setdefault(row["model"], {})[str(row["batch"])] = None
+    names = ", ".join(f"{model} ({' and '.join(found)})" for model, found in batches.items())
     return (
-        f"Without reuse {len(none)} of {len(rows)} steps need as much as in program order: {names or 'none'}. For {optimal} of them "
+        f"Without reuse {len(none)} of {len(rows)} steps need as much as in program order, by model (batch): {names or 'none'}. For {optimal} of them "
         "that is proved to be the least."
     )
 

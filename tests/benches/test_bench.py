@@ -15,7 +15,7 @@ import pytest
 import roam
 from roam_bench import results
 from roam_bench.results import BenchError, Record, Results, Task
-from roam_bench.run import Benchmark, Column, Table, run
+from roam_bench.run import Benchmark, Column, Table, across, run
 
 
 class Work:
@@ -157,6 +157,27 @@ def test_tables_for_documents() -> None:
         [{"name": "a", "square": 1234}],
     )
     assert table.markdown() == "| name | square |\n|---|---:|\n| a | 1,234 |"
+
+
+def test_tables_for_documents_across_and_without_columns() -> None:
+    rows = [
+        {"net": "a", "way": "eager", "s": 1},
+        {"net": "a", "way": "roam", "s": 2},
+        {"net": "b", "way": "roam", "s": 3},
+        {"net": "b", "way": "failed", "s": 4},
+    ]
+    table = across(
+        "Ways",
+        rows,
+        {"net": lambda row: row["net"]},
+        lambda row: None if row["way"] == "failed" else row["way"],
+        lambda row: str(row["s"]),
+    )
+    assert table.markdown().splitlines()[::2] == ["| net | eager | roam |", "| a | 1 | 2 |"]
+    assert table.markdown().endswith("| b |  | 3 |")
+    assert table.without("eager").markdown().endswith("| b | 3 |")
+    with pytest.raises(ValueError, match="no column speed"):
+        table.without("speed")
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"rows": []}'])

@@ -175,3 +175,4 @@ def test_one_rank_trains_in_the_memory_that_was_certified(
     key = {"net": "mlp", "data": 1, "tensor": 1, "parameters": "whole", "styles": 0}
     rows = [{**key, "certified_bytes": sharding.total_bytes, **row}]
     assert "equal" in parallelize.trained_table({"rows": rows}).markdown()
+    assert parallelize.trained_line({"rows": rows}).startswith(f"{len(rows)} of {len(rows)} rows")

@@ -25,6 +25,7 @@ LAYERS = (
         "roam._core",
         "roam.own_code",
         "roam.errors",
+        "roam.error_codes",
         "roam.interrupts",
         "roam.garbage",
         "roam.memory_limit",

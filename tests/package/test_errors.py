@@ -1,4 +1,4 @@
-"""Every error code is documented in docs/reference/errors.md, and every refusal of a step has a
+"""Every error code has a meaning in roam.error_codes, and every refusal of a step has a
 test."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import roam
 import roam.errors
 from newer import needs_2_15
+from roam.error_codes import MEANINGS
 from roam.runtime import memory_profiler
 
 _ROOT = Path(__file__).parents[2]
@@ -89,36 +90,33 @@ def _rust_codes() -> set[str]:
     return found
 
 
-def _documented() -> tuple[dict[str, dict[str, str]], dict[str, list[str]]]:
-    """Per heading of the page, what its table says of each code, and the codes that it lists
-    alone."""
-    tables: dict[str, dict[str, str]] = {}
-    alone: dict[str, list[str]] = {}
+def _listed_alone() -> dict[str, list[str]]:
+    """Per heading of the page, the codes that it lists without a meaning."""
     page = (_ROOT / "docs/reference/errors.md").read_text()
+    alone = {}
     for section in re.split("^## ", page, flags=re.MULTILINE)[1:]:
-        heading = section.partition("\n")[0]
-        rows = re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", section, re.MULTILINE)
-        tables[heading] = dict(rows)
-        assert list(tables[heading]) == sorted(code for code, _ in rows), heading
         listed = re.search(r"^Codes: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
+        heading = section.partition("\n")[0]
         alone[heading] = re.findall("`([a-z_]+)`", listed[1]) if listed else []
         assert alone[heading] == sorted(set(alone[heading])), heading
-    return tables, alone
+        assert (f"<!-- list: codes {heading} -->" in section) == (heading in MEANINGS), heading
+    return alone
 
 
 def _documented_codes() -> set[str]:
-    tables, alone = _documented()
-    return {code for codes in (*tables.values(), *alone.values()) for code in codes}
+    return {code for codes in (*MEANINGS.values(), *_listed_alone().values()) for code in codes}
 
 
 def test_the_page_has_every_code_and_no_other() -> None:
     assert _documented_codes() == _python_codes() | _rust_codes()
+    assert MEANINGS.keys() <= _listed_alone().keys()
 
 
 def test_every_code_says_what_it_means() -> None:
-    for heading, rows in _documented()[0].items():
+    for heading, rows in MEANINGS.items():
         assert hasattr(roam.errors, heading) or hasattr(memory_profiler, heading), heading
-        assert [code for code, meaning in rows.items() if not meaning.endswith(".")] == []
+        assert list(rows) == sorted(rows), heading
+        assert [code for code, meaning in rows.items() if not meaning.endswith((".", ".)"))] == []
 
 
 def test_the_page_on_what_holds_names_codes_that_exist() -> None:

@@ -65,6 +65,12 @@ def families_table(record: Record) -> Table:
     return outcomes_table(record, "Scripts", "family", "scripts", _OUTCOMES)
 
 
+def totals(record: Record) -> str:
+    """The same of all families."""
+    families = {row["family"] for row in record["rows"]}
+    return f"{outcomes_line(record, f'scripts of {len(families)} families')}."
+
+
 def try_script(script: Script, time_limit_s: float) -> Row:
     """Run one script in a process of its own, which may crash or hang; see `child.outcome`."""
     row: Row = {

@@ -18,9 +18,9 @@ they touch live together, in ceil(1.01 L) steps, where the longest chain has L o
 
 The program as solved here has the same schedules as solutions: all outputs of v share one create
 variable, done(v, t) is its running sum, and held(i, t) takes the place of C(i, t) + P(i, t), with
-the rows of the program for windows in docs/explanation/integer-programs.md. For every constraint
-that u runs before v there is the row done(v, t) <= done(u, t-1), which the relaxation of the
-published rows does not imply. Workspace counts while its operator runs; tensors that enter are
+the rows of the program for windows (rust/roam-core/src/order/programs/integer.rs). For every
+constraint that u runs before v there is the row done(v, t) <= done(u, t-1), which the relaxation of
+the published rows does not imply. Workspace counts while its operator runs; tensors that enter are
 created before the first step, and those that leave are preserved to the last.
 
 The second program takes the lifetimes of that order. Let M be the pool of the start. For each two

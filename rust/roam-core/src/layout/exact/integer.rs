@@ -3,7 +3,20 @@
 //!
 //! The disjunctive formulation, as MODeL (Steiner et al., ICML 2023) and ROAM (Shu et al., arXiv
 //! 2310.19295, section 4) have it, with rows per time that say more than its pairs: a block lies
-//! above all that lies below it together. docs/explanation/layouts.md has the rows.
+//! above all that lies below it together. Let a(i) be 1, or block i's alignment where that matters,
+//! and s(i) its size:
+//!
+//! - y(i) >= 0, block i's offset divided by a(i), whole where a(i) is above 1; below(i, j), for
+//!   each two blocks that meet: 1 if i lies below j, else 0; pool, the one column that costs,
+//!   between the floor and the present pool H.
+//! - a(i) y(i) + s(i) <= a(j) y(j) + H (1 - below(i, j)), and the same the other way round with
+//!   below(i, j) for 1 - below(i, j).
+//! - For every time whose set of live blocks is not a subset of another time's, and each block i of
+//!   it: a(i) y(i) >= the sum of s(j) over the j below it, and pool - a(i) y(i) - s(i) >= the sum
+//!   over those above it. These rows make the linear relaxation much tighter.
+//! - Of equal blocks the one with the lower number lies below. Where no alignment matters, a layout
+//!   may be turned upside down: so of one pair of blocks that have no equals, it is fixed which
+//!   lies below.
 
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};

@@ -5,7 +5,32 @@
 //! form: *done* says per operator and step whether the operator has run by then (the sum of its
 //! create variables), between the first step at which it can run and the last. A tensor is held
 //! while its creator is done and not all of its users were before.
-//! docs/explanation/integer-programs.md has the rows.
+//!
+//! The window's steps are 0 ... n-1; a(v) and b(v) are the numbers of its operators that have to
+//! run before and after v. The columns and rows are:
+//!
+//! - `done(v, t)`, 0 or 1: v has run by step t; 0 for t < a(v), 1 for t >= n-1-b(v).
+//!   `done(v, t) <= done(v, t+1)`; `done(v, t) <= done(u, t-1)` where v needs u; the sum of
+//!   `done(v, t)` over v is t+1.
+//! - `held(i, t)`: whether i is live while step t runs. `held(i, t) >= done(creator of i, t) -
+//!   done(u, t-1)` for every last user u of i, that is, a user that no other user of i must follow.
+//!   Where i is needed after the window, `held(i, t)` is `done(creator of i, t)`. Where there is
+//!   only one such user, `held` is the right-hand side and needs no column.
+//! - `saved(p, t)`: whether v runs at t and its permitted reuse pair p is used. The sum of
+//!   `saved(p, t)` over the pairs of v with one input, or with one output, is at most
+//!   `done(v, t) - done(v, t-1)`; and `saved(p, t) <= done(u, t-1)` for every other user u of p's
+//!   input.
+//! - For every t: bytes that no sequence changes + sum of `size * held(t)` + sum of the bytes that
+//!   live during v alone `* (done(v, t) - done(v, t-1))` <= peak + sum of `size * saved(t)`. The
+//!   peak is the one column that costs.
+//!
+//! If `done` is integral, its values are exactly the down-sets of a sequence. The least `held` is
+//! then 0 or 1, as the definition of live bytes has it, and no fractional matching `saved` saves
+//! more than the best integral one. So the least peak of the program is the least over all
+//! sequences, and only `done` and the peak need to be integer columns.
+//!
+//! Bytes are divided by their greatest common divisor (a *unit*). A program in which a row could
+//! reach 2^52 units is not solved, as a double would not hold it.
 
 use crate::mip::{Column, Program, Sense, common_divisor};
 use crate::order::window::{Set, Window};
