@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import roam
+from roam.program.ir import Ref
 from roam.state.policies import Policies, Policy
 from roam.tracing.step import Known, capture_step
 
@@ -79,12 +82,49 @@ def test_a_trace_that_finds_changes_tells_of_all_of_them(
     assert known.traces == most
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "most"),
+    [
+        (torch.optim.AdamW, 2),
+        (torch.optim.SGD, 2),
+        # What it makes first is no copy of what it does later.
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 4),
+    ],
+)
+def test_the_trace_that_agrees_has_a_plain_number_in_the_place_of_a_live_one(
+    optimizer: Callable[[Any], Any], most: int
+) -> None:
+    trainer, known = Trainer(), Known()
+    trainer.optimizer = optimizer(trainer.net.parameters())
+    captured = capture_step(lambda weight: trainer.trained(1 - weight), (0.5,), {}, known=known)
+    assert known.traces == most
+    for variant in (captured.first, captured.steady):
+        if variant is not None:
+            program = variant.program
+            slots = {reference.path: slot for reference, slot in program.referenced}
+            assert any(
+                call.name == "float.sub" and call.args == (1, Ref(slots["args[0]"]))
+                for call in program.calls
+            )
+
+
+def test_what_is_done_with_a_live_number_has_to_be_the_same_each_time() -> None:
+    trainer = Trainer()
+
+    def step(weight: float) -> None:
+        trainer.trained(weight * time.perf_counter())
+
+    with pytest.raises(roam.CaptureError, match="different things in two traces"):
+        capture_step(step, (0.5,), {})
+
+
 def test_a_later_capture_knows_what_the_step_changes() -> None:
     trainer, known = Trainer(), Known()
+    trainer.memory = [torch.zeros(4)]
     capture_step(does_all, (trainer,), {}, known=known)
     before = known.traces
     capture_step(does_all, (trainer,), {}, known=known)
-    assert known.traces == before + 2  # one, and one with plain numbers in the place of live ones
+    assert known.traces == before + 3  # two that agree, one with plain numbers
 
 
 class TestPolicies:

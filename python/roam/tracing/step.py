@@ -28,7 +28,14 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
-from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
+from roam.program.passes import (
+    accumulate_in_place,
+    assign_early,
+    prune,
+    renumbered,
+    with_numbers,
+    with_state,
+)
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
@@ -542,8 +549,15 @@ def _captured(
             settled.refusal.settles = MOST_SETTLING
             raise settled.refusal
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
-        if kept or not _has_known_optimizers(reach):
-            _check_live_numbers(programs[0], tracer)
+        if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
+            programs[0], live_numbers=False
+        ):
+            raise CaptureError(
+                "the step does not treat a number that may change (of an optimizer's group, or that the step keeps) like a "
+                "plain number: capture puts an object of another type in its place; test with isinstance(x, float) instead of "
+                "type(x), or keep the number in a tensor",
+                code="value_reached_python",
+            )  # fmt: skip
         if without := _freed_before(programs[0]) - lacking:
             lacking |= without
             raise Retrace
@@ -776,23 +790,6 @@ def _resized(program: Program) -> str | None:
     return None
 
 
-def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
-    """Refuses a step that goes another way with live numbers than with plain ones, such as one that
-    looks at their very type.
-    """
-    (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
-    if tracer.sized is not None:
-        live, plain = (replaced_in(one, plain_number) for one in (live, plain))
-    if not agrees(live, plain):
-        raise CaptureError(
-            "the step does not treat a number that may change (of an optimizer's group, or that "
-            "the step keeps) like a plain number: capture puts an object of another type in its "
-            "place; test with isinstance(x, float) instead of type(x), or keep the number in a "
-            "tensor",
-            code="value_reached_python",
-        )
-
-
 def _needs_others(error: CaptureError, programs: list[Program]) -> bool:
     """Whether the step cannot be traced once more because other code has to run in between: the
     state of an optimizer is not known yet, or the step uses up gradients that it does not make.
@@ -815,19 +812,11 @@ def _has_known_optimizers(reach: Reach) -> bool:
     )
 
 
-def _is_first_of(first: Program, later: Program) -> bool:
-    """Whether a later step is the first one again, except for the state that the first one
-    makes.
-    """
-    expected = with_state(first, later)
-    return expected is not None and difference(expected, later) is None
-
-
 def _absent(program: Program) -> set[str]:
     return {reference.path for reference in program.absent}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tracer:
     """Traces one call of the user's function, any number of times, each from the state in which it
     was found.
@@ -851,6 +840,8 @@ class _Tracer:
     """The places of the integers among the flattened arguments that are live where floats are."""
     sized: SizedKernels | None = None
     """What makes fakes whose sizes follow from symbols."""
+    same_with_plain: bool = False
+    """Whether one of the traces that agree had plain arguments where another had live ones."""
 
     @interrupts_wait()
     def programs(
@@ -878,9 +869,33 @@ class _Tracer:
             error = error.refusal
         elif not isinstance(error, CaptureError) or error.code != "step_raised":
             return
-        (again,) = self._programs(live_arguments, True, only_first=True, stirs=True)
-        if difference(programs[0], again) is not None:
+        if not self.does_the_same(programs[0], live_arguments=live_arguments, stirs=True):
             raise error
+
+    def does_the_same(
+        self,
+        program: Program,
+        *,
+        live_arguments: bool = False,
+        live_numbers: bool = True,
+        stirs: bool = False,
+    ) -> bool:
+        """Whether the step does what a program of it does if it is traced once more, from the state
+        in which it was found, with other things in some places.
+
+        Args:
+            program: of a trace with live numbers.
+            live_arguments, live_numbers: as of `trace`.
+            stirs: whether Python's and NumPy's generators give other numbers. Then the trace has
+                the same live numbers as the program.
+        """
+        (other,) = self._programs(live_arguments, live_numbers, only_first=True, stirs=stirs)
+        if stirs:
+            return difference(program, other) is None
+        self.reach.reads.check_others()
+        if self.sized is not None and not live_numbers:
+            program, other = (replaced_in(one, plain_number) for one in (program, other))
+        return agrees(program, other)
 
     def _programs(
         self,
@@ -909,6 +924,7 @@ class _Tracer:
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
+        plain: Program | None = None
         change: str | None = None
         starts: list[list[int]] = []
         try:
@@ -916,7 +932,11 @@ class _Tracer:
             inside = Snapshot(self.reach, leaves_others=True)
             if stirs:
                 inside.stir()
-            for _ in range(_MOST_TRACES):
+            tries_plain = live_arguments and not only_first and self.sized is None
+            while len(programs) < _MOST_TRACES:
+                # The trace that agrees also shows what the step does with plain arguments.
+                is_plain = tries_plain and len(programs) == 1
+                tries_plain = tries_plain and not programs
                 self.known.traces += 1
                 starts.append(fake_state.sharing())
                 try:
@@ -925,7 +945,7 @@ class _Tracer:
                         self.train_step,
                         args,
                         kwargs,
-                        live_arguments=live_arguments,
+                        live_arguments=live_arguments and not is_plain,
                         live_numbers=live_numbers,
                     )
                 except CaptureError as error:
@@ -960,9 +980,19 @@ class _Tracer:
                         program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
-                programs.append(
-                    self.known.pruned(program) if self.sized is None else prune(program)
-                )
+                program = self.known.pruned(program) if self.sized is None else prune(program)
+                if is_plain and not moved:
+                    plain = program
+                    program = _with_live(plain, programs[0], fake_state.leaves)
+                    if asks_the_same(programs[0], program) and (
+                        self._is_first_of(programs[0], program)
+                        or difference(programs[0], program) is None
+                    ):
+                        self.same_with_plain = True
+                        return [programs[0], program]
+                    inside.stir()
+                    continue
+                programs.append(program)
                 if not live_numbers:
                     return programs
                 if moved:
@@ -982,12 +1012,13 @@ class _Tracer:
                     or (len(programs) == 1 and self.known.has_agreed(programs[0]))
                 ):
                     return programs
-                if (
-                    len(programs) == 2
-                    and _has_known_optimizers(self.reach)
-                    and _is_first_of(*programs)
-                ):
+                if len(programs) == 2 and self._is_first_of(*programs):
+                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
                     return programs
+                if len(programs) == 2 and plain is not None:
+                    program = _with_live(plain, programs[1], fake_state.leaves)
+                    if asks_the_same(programs[1], program) and not difference(programs[1], program):
+                        return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])
                     if change is None:
@@ -1008,6 +1039,15 @@ class _Tracer:
             raise refusal
         programs[0].unsettled = _Unlike(refusal)
         return programs[:1]
+
+    def _is_first_of(self, first: Program, later: Program) -> bool:
+        """Whether a later step is the first one again, except for the state that the first one
+        makes. Optimizers of others may keep what they know elsewhere.
+        """
+        if not _has_known_optimizers(self.reach):
+            return False
+        expected = with_state(first, later)
+        return expected is not None and difference(expected, later) is None
 
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
@@ -1062,8 +1102,22 @@ class _Tracer:
             if error.path is not None:
                 raise
             return None
-        (plain,) = self.programs(live_arguments=False, only_first=True)
-        return programs if agrees(programs[0], plain) else None
+        is_same = self.same_with_plain or self.does_the_same(programs[0])
+        return programs if is_same else None
+
+
+def _with_live(plain: Program, live: Program, leaves: list[Any]) -> Program:
+    """A trace with plain arguments as it is with the live ones of another.
+
+    Args:
+        leaves: the arguments' leaves.
+    """
+    values = {
+        reference.path: leaves[reference.index]
+        for reference, slot in live.referenced
+        if isinstance(reference, ArgumentReference) and live.slots[slot] is None
+    }
+    return with_numbers(plain, live, values)
 
 
 class _Unlike(CaptureError):
