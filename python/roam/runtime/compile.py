@@ -409,7 +409,9 @@ class Step:
                     "step with arguments like those at capture, or leave on_change= out",
                     code="no_plan_fits",
                 )
-            self._known.taker = self._known.taker.learning(call.args, call.kwargs)
+            self._known.taker = self._known.taker.learning(
+                call.args, call.kwargs, self._known.policies
+            )
             self._check_worth(found)
             capture = self._capture_seen(call, found, known, likely)
             if capture is None:
