@@ -39,7 +39,6 @@ from roam.state.references import ArgumentReference
 from roam.state.sizes import (
     Evaluator,
     Expression,
-    Narrower,
     OneLength,
     Symbols,
     expressions_in,
@@ -57,8 +56,6 @@ attention is computed piece by piece from 32 queries on."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
-_MOST_NARROWED = 8
-"""How often a capture is tried again for a smaller range."""
 
 
 class Ranges:
@@ -102,10 +99,11 @@ class Ranges:
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
         alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
-        for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
-            if least > min(sizes.captured().values()):
-                break
-            corner = tuple(min(least, most) for most in largest)
+        now = tuple(sizes.captured().values())
+        for least in dict.fromkeys(sizes.raised(_LEAST)):
+            if not is_within(least, now):
+                continue
+            corner = tuple(map(min, least, largest))
             tried = [point for point in points if is_within(corner, point)]
             if all(
                 hold(point)
@@ -259,51 +257,46 @@ class Ranges:
                 if dim == OFFSET:
                     floors[name] = SHIFT
                     most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
-        least = Symbols.LEAST
-        for _ in range(_MOST_NARROWED):
-            symbols = Symbols(values, most, least, floors)
-            of_place = {
-                place: {
-                    dim: symbols.symbols[name].add(symbols.constant(more))
-                    for dim, (name, more) in of.get(place, {}).items()
-                }
-                for place in changes
+        symbols = Symbols(values, most, floors)
+        of_place = {
+            place: {
+                dim: symbols.symbols[name].add(symbols.constant(more))
+                for dim, (name, more) in of.get(place, {}).items()
             }
-            layouts = {
-                place: change.layout(symbols, of_place[place]) for place, change in changes.items()
-            }
-            sized = SizedKernels(
-                symbols,
-                {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
-            )
-            try:
-                step = capture(sized=sized)
-            except CaptureError:
-                if symbols.refused is None:
-                    raise
+            for place in changes
+        }
+        layouts = {
+            place: change.layout(symbols, of_place[place]) for place, change in changes.items()
+        }
+        sized = SizedKernels(
+            symbols,
+            {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
+        )
+        try:
+            step = capture(sized=sized)
+        except CaptureError:
             if symbols.refused is None:
-                sizes = ArgumentSizes(symbols, of_place, layouts, least=least)
-                if not any(_is_same_step(step, one, sizes) for one in known):
-                    # The earlier ones may be on another side of a condition.
-                    here = capture()
-                    if not _is_same_step(step, here, sizes):
-                        return here
-                step.arguments.sizes = sizes
-                if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
-                    raise OneLength("it writes to an argument that is a part of another tensor")
-                if bounds is not None:
-                    sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
-                    return self.enlarged(step, sizes.corners[0])
-                before_now = tuple(earlier.values())
-                if sizes.admits(before_now):
-                    sizes.corners = (sizes.anywhere(before_now),)
-                return self.enlarged(step, tuple(values.values()))
-            if not isinstance(symbols.refused, Narrower):
-                raise symbols.refused
-            most, least = dict(symbols.refused.most), symbols.refused.least
-            if is_given and any(most[name] < size for name, size in seen.items()):
-                raise symbols.refused
-        raise OneLength("the range of its sizes becomes smaller and smaller")
+                raise
+        if symbols.refused is not None:
+            raise symbols.refused
+        if is_given and any(symbols.most[name] < size for name, size in seen.items()):
+            raise OneLength("a kernel goes another way for the largest of these sizes")
+        sizes = ArgumentSizes(symbols, of_place, layouts)
+        if not any(_is_same_step(step, one, sizes) for one in known):
+            # The earlier ones may be on another side of a condition.
+            here = capture()
+            if not _is_same_step(step, here, sizes):
+                return here
+        step.arguments.sizes = sizes
+        if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
+            raise OneLength("it writes to an argument that is a part of another tensor")
+        if bounds is not None:
+            sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
+            return self.enlarged(step, sizes.corners[0])
+        before_now = tuple(earlier.values())
+        if sizes.admits(before_now):
+            sizes.corners = (sizes.anywhere(before_now),)
+        return self.enlarged(step, tuple(values.values()))
 
     def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
         """The capture at sizes for which it is to be planned: those that are known, and these with
@@ -469,11 +462,12 @@ def _corners(
         for corner in corners:
             values = list(corner)
             # As the one size grows, the other falls.
-            for value in range(sizes.least, corner[others[0]] + 1) if others else (corner[last],):
+            firsts = range(sizes.least[others[0]], corner[others[0]] + 1) if others else (corner[last],)
+            for value in firsts:
                 values[others[0] if others else last] = value
-                while values[last] >= sizes.least and count(*values)[0] > bound:
+                while values[last] >= sizes.least[last] and count(*values)[0] > bound:
                     values[last] -= 1
-                if values[last] >= sizes.least:
+                if values[last] >= sizes.least[last]:
                     rest = [size for at, size in enumerate(values) if at not in others]
                     found[tuple(rest)] = tuple(values)
         corners = list(found.values())

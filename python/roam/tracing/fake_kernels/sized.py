@@ -18,7 +18,7 @@ import torch
 
 from roam.kernels.recurrent import ASKED
 from roam.state.argument_sizes import Layout
-from roam.state.sizes import Expression, Symbols, Unclear, number, replaced
+from roam.state.sizes import Expression, Narrowed, Symbols, Unclear, number, replaced
 from roam.torch_compat.private import (
     BelowAutograd,
     DisableTorchDispatch,
@@ -158,6 +158,8 @@ class SizedKernels:
         while True:
             try:
                 return self._results_of(func, given, tensors)
+            except Narrowed:
+                pass
             except Unclear as unclear:
                 self.symbols.add_point(unclear.point)
 
@@ -279,7 +281,10 @@ class SizedKernels:
         except Exception:
             if place == 0:
                 raise
-            self.symbols.raise_least(f"{func} does not take smaller sizes")
+            self.symbols.raise_least(
+                f"{func} does not take smaller sizes",
+                fails=lambda place: self._fails(place, func, given, tensors),
+            )
         if found is None:
             found = cache.described(result, at_point)
         if found is None:
@@ -299,6 +304,16 @@ class SizedKernels:
             if real is not None and real.items != found.items:
                 return real, True
         return found, False
+
+    def _fails(self, place: int, func: Any, given: Any, tensors: list[Any]) -> bool:
+        """Whether a kernel does not run at one of the points."""
+        at_point = self._tensors_at(place, tensors)
+        args, kwargs = _concrete(given, place, iter(at_point))
+        try:
+            self._kernels.run_once(func, args, kwargs, at_point)
+        except Exception:  # noqa: BLE001 - whatever the kernel raises
+            return True
+        return False
 
     def _tensors_at(self, place: int, tensors: list[Any]) -> list[Any]:
         """Tensors of the sizes at one of the points, which share memory as the arguments do."""
