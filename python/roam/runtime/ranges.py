@@ -12,6 +12,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from roam.program.effects import Rebind
 from roam.program.ir import Program
 from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
-from roam.runtime.strategy import Choice, Options
+from roam.runtime.strategy import Choice, Effort, Options
 from roam.state.argument_sizes import (
     ELEMENTS,
     OFFSET,
@@ -79,6 +80,7 @@ class Ranges:
         self.promises = bool(self._given) and self._is_possible
         """Whether a plan is to hold for the sizes that the user has said, or none is made."""
         self._has_limit = options.memory is not None
+        self._has_bytes = options.memory is not None and options.memory.share is None
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
 
@@ -119,6 +121,8 @@ class Ranges:
         capture: Callable[..., CapturedStep],
         known: Sequence[CapturedStep],
         call: StepCall,
+        *,
+        varies: bool = False,
     ) -> CapturedStep | None:
         """A capture of a call that holds for other sizes too, if an earlier one differs from it in
         sizes alone. If none is found, a capture of the call alone, or None.
@@ -126,6 +130,7 @@ class Ranges:
         Args:
             capture: captures the call; takes `sized`.
             known: the captures that are kept, the most recent first.
+            varies: whether each call so far had another size. Then larger ones are likely to come.
         """
         if not self._is_possible:
             return None
@@ -141,7 +146,7 @@ class Ranges:
                 continue
             found = None
             try:
-                found = self._captured(capture, before, known, changes, dims, call)
+                found = self._captured(capture, before, known, changes, dims, call, varies=varies)
                 if found.arguments.sizes is not None:
                     return found
                 reason = "it goes another way if sizes may change"
@@ -231,6 +236,8 @@ class Ranges:
         dims: Mapping[int, Mapping[int, _Seen]],
         call: StepCall,
         bounds: Mapping[int, int] | None = None,
+        *,
+        varies: bool = False,
     ) -> CapturedStep:
         """A capture for many sizes that is, at those of an ordinary capture, the same step; or the
         ordinary capture of this call.
@@ -296,26 +303,55 @@ class Ranges:
         before_now = tuple(earlier.values())
         if sizes.admits(before_now):
             sizes.corners = (sizes.anywhere(before_now),)
-        return self.enlarged(step, tuple(values.values()))
+        varies = varies and all(len(places) == 1 for places in sizes.beside())
+        return self.enlarged(step, tuple(values.values()), has_more=varies)
 
-    def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
+    def enlarged(
+        self, step: CapturedStep, values: Sequence[int], *, has_more: bool = False
+    ) -> CapturedStep:
         """The capture at sizes for which it is to be planned: those that are known, and these with
         room for larger ones.
+
+        Args:
+            has_more: whether larger ones are likely to come even if these are not the largest so
+                far. On the CPU there is room for them then.
         """
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
         known, values = sizes.corners, sizes.anywhere(values)
-        if not any(is_within(values, corner) for corner in known):
-            new = values
-            if not self._has_limit and not self._given:
-                new = self._with_room(sizes, new, is_cpu=variant.device.type == "cpu")
-                sizes = replace(sizes, enlarged=sizes.enlarged + 1)
-            known = (*(corner for corner in known if not is_within(corner, new)), new)
-        step.arguments.sizes = sizes = replace(sizes, corners=known)
-        of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
-        return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
+        is_exact = self._has_limit or bool(self._given)
+        is_cpu = variant.device.type == "cpu"
+        if not any(is_within(values, corner) for corner in known) or (
+            has_more and is_cpu and not is_exact
+        ):
+            new = values if is_exact else self._with_room(sizes, values, is_cpu=is_cpu)
+            return _planned_for(step, new, has_room=not is_exact)
+        return _planned_for(step)
+
+    def larger(
+        self, step: CapturedStep, values: tuple[int, ...]
+    ) -> Iterator[tuple[CapturedStep, Effort]]:
+        """A capture at larger sizes for which to plan it, these among them, and what is to be done
+        for a plan: first with room for others, so that not every new largest size takes another
+        plan. Within a limit there may be no plan with room; the last are these sizes alone.
+        """
+        if not self._has_limit:
+            yield self.enlarged(step, values), "all"
+            return
+        sizes, variant = step.arguments.sizes, step.steady or step.first
+        assert sizes is not None, "it holds for a range"
+        assert variant is not None, "one of them is there"
+        values = sizes.anywhere(values)
+        if self._has_bytes and variant.device.type == "cpu":
+            room = self._with_room(sizes, values, is_cpu=True)
+            yield _planned_for(step, room, has_room=True), "order"
+        room = self._with_room(sizes, values, is_cpu=False)
+        if room != values and not any(is_within(one, room) for one in sizes.refused):
+            yield _planned_for(step, room, has_room=True), "runs"
+            sizes.refused.add(room)  # since another is asked for
+        yield _planned_for(step, values), "all"
 
     def _with_room(
         self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
@@ -350,6 +386,24 @@ class Ranges:
             if sizes.symbols.hold(found):
                 return found
         return values
+
+
+def _planned_for(
+    step: CapturedStep, new: tuple[int, ...] | None = None, *, has_room: bool = False
+) -> CapturedStep:
+    """The capture at the sizes for which it is to be planned: those that are known, and new
+    ones.
+    """
+    sizes = step.arguments.sizes
+    assert sizes is not None, "it holds for a range"
+    if new is not None:
+        known = (*(corner for corner in sizes.corners if not is_within(corner, new)), new)
+        sizes = replace(sizes, corners=known, enlarged=sizes.enlarged + has_room)
+    arguments = copy(step.arguments)
+    arguments.sizes = sizes
+    of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in sizes.corners]
+    first, steady = _resized(step.first, of), _resized(step.steady, of)
+    return replace(step, first=first, steady=steady, arguments=arguments)
 
 
 def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes) -> bool:
@@ -462,7 +516,9 @@ def _corners(
         for corner in corners:
             values = list(corner)
             # As the one size grows, the other falls.
-            firsts = range(sizes.least[others[0]], corner[others[0]] + 1) if others else (corner[last],)
+            firsts = (
+                range(sizes.least[others[0]], corner[others[0]] + 1) if others else (corner[last],)
+            )
             for value in firsts:
                 values[others[0] if others else last] = value
                 while values[last] >= sizes.least[last] and count(*values)[0] > bound:

@@ -182,6 +182,7 @@ class ArgumentSizes:
         corners: it holds up to each of these, one value for each symbol.
         enlarged: how often it has been planned for larger sizes, with room for others.
         excluded: values for which a run has found that it does not.
+        refused: corners for which no plan within the step's limit was found.
     """
 
     symbols: Symbols
@@ -191,6 +192,7 @@ class ArgumentSizes:
     least: tuple[int, ...] = ()
     enlarged: int = 0
     excluded: set[tuple[int, ...]] = field(default_factory=set)
+    refused: set[tuple[int, ...]] = field(default_factory=set)
     first_places: list[tuple[int, int, int]] = field(init=False)
     """For each symbol an argument, by its place, a dimension of it, and by how much the size is
     larger than the symbol."""
@@ -276,9 +278,7 @@ class ArgumentSizes:
             return Misfit("an argument is no tensor, or has another number of dimensions")
         if values in self.excluded:
             return Misfit(f"the plan for many sizes does not hold for {values}")
-        for value, least, most in zip(
-            values, self.least, self.symbols.most.values(), strict=True
-        ):
+        for value, least, most in zip(values, self.least, self.symbols.most.values(), strict=True):
             if not least <= value <= most:
                 return Misfit(
                     f"the size {value} is beyond those of the plan for many sizes, {least} to {most}"

@@ -115,9 +115,7 @@ class Symbols:
 
     def _symbol(self, name: str) -> Expression:
         values = tuple(point[name] for point in self.points)
-        made = Expression(
-            self, "i", "symbol", (name,), values, (self.least[name], self.most[name])
-        )
+        made = Expression(self, "i", "symbol", (name,), values, (self.least[name], self.most[name]))
         made.terms = {(made,): 1}
         self._order[made] = len(self._order)
         self._register(made)
