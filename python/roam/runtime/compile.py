@@ -43,7 +43,7 @@ from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_byt
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
+from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.argument_sizes import ELEMENTS
 from roam.state.equality import Misfit
@@ -922,7 +922,8 @@ class Step:
                     answers=answers,
                 )
                 known = [captured.step for captured in self._captures]
-                of_range = self._ranges.capture(capture, known, call)
+                varies = not self._captures.has_run_again()
+                of_range = self._ranges.capture(capture, known, call, varies=varies)
                 step = of_range or capture()
             if answers.guessed and not may_guess:
                 raise Unseen
@@ -998,19 +999,27 @@ class Step:
         announce()
         timings = self._timings = Timings()
         with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
-            larger = self._ranges.enlarged(captured.step, values)
-            is_real = self._options.tries_kernels or not _has_fakes(larger, call)
-            try:
-                runners = self._planned(larger, timings, is_real=is_real)
-            except (OneLength, PlanError) as error:
-                return Misfit(f"no plan is found for sizes {values} and all smaller ones: {error}")
+            is_real = self._options.tries_kernels or not _has_fakes(captured.step, call)
+            failure: Exception | None = None
+            for larger, effort in self._ranges.larger(captured.step, values):
+                try:
+                    runners = self._planned(larger, timings, is_real=is_real, effort=effort)
+                    break
+                except (OneLength, PlanError) as error:
+                    failure = error
+            else:
+                return Misfit(
+                    f"no plan is found for sizes {values} and all smaller ones: {failure}"
+                )
         seconds = captured.seconds + timings.total_s
         self._captures.replace(
             captured, replace(captured, step=larger, runners=runners, seconds=seconds)
         )
         return self._captures.find(call, self._known.taker, known)
 
-    def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
+    def _planned(
+        self, step: CapturedStep, timings: Timings, *, is_real: bool, effort: Effort = "all"
+    ) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""
         known = [runner for captured in self._captures for runner in captured.runners]
         options = self._options
@@ -1031,6 +1040,7 @@ class Step:
             memory=options.memory,
             keep_checkpoints=options.keep_checkpoints,
             offload=options.offload,
+            effort=effort,
             timings=timings,
         )
         if step.arguments.sizes is not None:

@@ -462,9 +462,9 @@ class Runner:
                 drawn = [generator.clone_state() for generator in self._generators]
                 try:
                     run = (
-                        self._executor.run_checked
-                        if self._executor.generated is None
-                        else self._executor.run
+                        self._executor.run
+                        if self._executor.is_checked
+                        else self._executor.run_checked
                     )
                     result, given = run(inputs)
                 except KeyboardInterrupt:
@@ -561,7 +561,7 @@ class Runner:
         """Around a run that draws random numbers, or watches who draws them: keeps others from
         doing either.
         """
-        return watched if self._draws or self._executor.generated is None else nullcontext()
+        return watched if self._draws or not self._executor.is_checked else nullcontext()
 
     @contextmanager
     def watched(self) -> Iterator[PlannedValues]:
@@ -603,7 +603,7 @@ class Runner:
         would tell: on CUDA, and in a first run, which checks every call.
         """
         again = self.choice.recomputation
-        if again is None or self._device.type != "cpu" or self._executor.generated is None:
+        if again is None or self._device.type != "cpu" or not self._executor.is_checked:
             yield None
             return
         transfers = () if again.offloaded is None else again.offloaded.calls

@@ -53,6 +53,9 @@ from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 from roam.tracing.step import Variant
 
+Effort = Literal["order", "runs", "all"]
+"""What may be done to keep within a limit: nothing but order and layout, running calls again, or
+also running them tile by tile."""
 MAX_PLANS = 64
 """Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""
 WORTH = 0.02
@@ -215,6 +218,7 @@ class Choice:
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
         pages: the files that tensors lie in before and after the step; None if none does.
+        plain: the way of the least total where a limit asks for another; None elsewhere.
         least_moved_bytes: what a step in this order reads and writes of these at least; 0 if that
             is not known.
         cuts: what runs tile by tile; None if nothing does.
@@ -239,6 +243,7 @@ class Choice:
     pages: Pages | None = None
     least_moved_bytes: int = 0
     cuts: Cuts | None = None
+    plain: Choice | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -314,6 +319,7 @@ def choose(
     keep_checkpoints: bool = False,
     offload: Path | None = None,
     undoes: bool = False,
+    effort: Effort = "all",
     timings: Timings | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
@@ -338,6 +344,7 @@ def choose(
             is run again as written. If not, the plan chooses what is.
         offload: with a limit, the folder of a file that tensors may be offloaded to.
         undoes: whether a first run copies all arguments that it changes, to undo a failure.
+        effort: what may be done to keep within a limit.
         timings: what this takes is added to it.
 
     Raises:
@@ -377,6 +384,7 @@ def choose(
                 keep_checkpoints,
                 offload,
                 undoes,
+                effort,
                 timings,
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
@@ -386,16 +394,29 @@ def choose(
             choosers.append(chooser)
         if memory is None:
             return [chooser.plain for chooser in choosers]
-        limit_bytes = memory.in_bytes(max(chooser.needed_bytes for chooser in choosers))
+        needed_bytes = max(chooser.needed_bytes for chooser in choosers)
+        limit_bytes = memory.in_bytes(needed_bytes)
+        if effort == "order" and needed_bytes > limit_bytes:
+            raise PlanError(
+                f"in the best order that was found the step takes {needed_bytes} bytes, and {limit_bytes} are allowed",
+                code="memory_limit_not_found",
+            )
         refusal: PlanError | None = None
         choices = []
         for chooser in choosers:
             for _ in range(_MOST_LIMITS):
                 try:
-                    choices.append(chooser.within(limit_bytes))
+                    within = chooser.within(limit_bytes)
+                    if within.recomputation is not None or within.cuts is not None:
+                        within = replace(within, plain=chooser.plain)
+                    choices.append(within)
                     break
                 except PlanError as error:
-                    if not error.code.startswith("memory_") or chooser.is_untried:
+                    if (
+                        effort != "all"
+                        or not error.code.startswith("memory_")
+                        or chooser.is_untried
+                    ):
                         raise
                     refusal = refusal or error
                     least_bytes = error.least_bytes or chooser.needed_bytes
@@ -446,6 +467,7 @@ class _Chooser:
         keeps_checkpoints: bool,
         offload: Path | None,
         undoes: bool,
+        effort: Effort,
         timings: Timings,
     ) -> None:
         self._variant = variant
@@ -456,6 +478,7 @@ class _Chooser:
         self._keeps_checkpoints = keeps_checkpoints
         self._tier = None if offload is None else Tier.of(offload)
         self._undoes = undoes
+        self._effort = effort
         self._timings = timings
         self._enough_bytes = 0
         self._is_tight = False
@@ -470,7 +493,8 @@ class _Chooser:
         program = variant.program
         taken = self._workspaces(program, variant.placed) if self._is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
-        searched = [one for one in earlier if one.is_searched]
+        plain = (one.plain or one for one in earlier)
+        searched = [one for one in plain if one.is_searched]
         written_before, before = self._lowered_before(searched)
         written = self._written(taken, written_before)
         eager_graph = variant.graph if written is None else written.graph()
@@ -580,7 +604,7 @@ class _Chooser:
     def _cuts(self) -> bool:
         """Whether operators may be cut into tiles."""
         is_tried = self._is_real and self._variant.device.type == "cpu"
-        return is_tried and self._streams == 1 and self._tier is None
+        return is_tried and self._effort == "all" and self._streams == 1 and self._tier is None
 
     def _tiled_within(self, limit_bytes: int) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is
