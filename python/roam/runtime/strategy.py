@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.tiles import exactly_tiled
+from roam.kernels.tiles import exactly_tiled, other_blocks
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import block_ns, placed_load, time_ns
@@ -42,7 +42,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Tiled, candidates, tiled
+from roam.program.tiling import Part, Tiled, candidates, tiled
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
 from roam.runtime.estimate import Estimator
@@ -617,56 +617,75 @@ class _Chooser:
         reached_bytes, misses = self.plain.total_bytes, 0
         for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
-            estimate = self._parts(program, gone, most, limit_bytes)
-            if estimate is None:
+            with self._trying():
+                refused = other_blocks(program, gone, device)
+            estimates = self._parts(program, gone, most, limit_bytes, refused)
+            if not estimates:
                 continue
-            total_bytes, parts = estimate
-            if limit_bytes < total_bytes > _WORTH_TILES * reached_bytes:
+            if limit_bytes < estimates[-1][0] > _WORTH_TILES * reached_bytes:
                 misses += 1
                 if misses == _MOST_MISSES:
                     break
                 continue
-            with self._trying():
-                found = exactly_tiled(
-                    program, gone, most // parts, device, available_bytes(device, 0)
-                )
-            if found is None:
-                continue
-            choice, lowering = self._way_by_tiles(found)
-            reached_bytes, misses = min(reached_bytes, choice.total_bytes), 0
-            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
-            if choice.total_bytes > left_bytes:
-                prepared = self._prepared(lowering, left_bytes)
-                try:
-                    choice = self._within(left_bytes, prepared, choice, self._pool)
-                except PlanError as error:
-                    if not error.code.startswith("memory_"):
-                        raise
-                    continue
-            return self._with_cuts(choice, found, lowering)
+            reached_bytes, misses = min(reached_bytes, estimates[-1][0]), 0
+            best: Choice | None = None
+            for _, parts in estimates:
+                choice = self._with_tiles(program, gone, most // parts, limit_bytes)
+                if choice is not None and (best is None or _extra_s(choice) < _extra_s(best)):
+                    best = choice
+                if best is not None and _extra_share(best) < _LITTLE:
+                    break
+            if best is not None:
+                return best
         return None
 
-    def _parts(
-        self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
-    ) -> tuple[int, int] | None:
-        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
-        limit, if all cuts are exact, or after which number smaller ones save almost nothing; None
-        if nothing can be cut.
-        """
-        best: tuple[int, int] | None = None
-        for parts in _PARTS:
-            found = tiled(program, gone, most_bytes // parts)
-            if found is None:
+    def _with_tiles(
+        self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
+    ) -> Choice | None:
+        """A plan within a limit with parts of a size of some tensors; None if none is found."""
+        device = self._variant.device
+        with self._trying():
+            found = exactly_tiled(program, gone, part_bytes, device, available_bytes(device, 0))
+        if found is None:
+            return None
+        choice, lowering = self._way_by_tiles(found)
+        left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+        if choice.total_bytes > left_bytes:
+            prepared = self._prepared(lowering, left_bytes)
+            try:
+                choice = self._within(left_bytes, prepared, choice, self._pool)
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
                 return None
+        return self._with_cuts(choice, found, lowering)
+
+    def _parts(
+        self,
+        program: Program,
+        gone: set[int],
+        most_bytes: int,
+        limit_bytes: int,
+        refused: Collection[Part],
+    ) -> list[tuple[int, int]]:
+        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
+        limit, if all cuts are exact, or after which number smaller ones save almost nothing; before
+        it, the most parts that take fewer operations. Empty if nothing can be cut.
+        """
+        best: dict[int, tuple[int, int]] = {}
+        for parts in _PARTS:
+            found = tiled(program, gone, most_bytes // parts, refused)
+            if found is None:
+                break
             choice, _ = self._way_by_tiles(found)
             if self._untried is not None:  # smaller ones may have room
                 continue
-            if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
+            if best and choice.total_bytes > _WORTH_TILES * min(best.values())[0]:
                 break
-            best = choice.total_bytes, parts
+            best[sum(tile.body.flops for tile in found.tiles)] = choice.total_bytes, parts
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 break
-        return best
+        return list(best.values())
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
@@ -1387,8 +1406,8 @@ def _extra_s(choice: Choice) -> float:
 
 def _extra_share(choice: Choice) -> float:
     """The same, as a share of the step without a limit."""
-    again = choice.recomputation
-    return 0.0 if again is None else _extra_s(choice) / max(again.step_s, 1e-9)
+    of = choice.recomputation or choice.cuts
+    return 0.0 if of is None else _extra_s(choice) / max(of.step_s, 1e-9)
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:
