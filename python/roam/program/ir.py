@@ -18,7 +18,7 @@ import torch
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
 from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, SOUND, check_data
-from roam.program.pages import Fetch, Keep, Put
+from roam.program.pages import Arrived, Fetch, Keep, Left, Put
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.state.nests import leaves_of
@@ -42,8 +42,8 @@ class Ref:
     slot: int
 
 
-TRANSFERS = Store, Load, Fetch, Put, Keep
-"""Targets of calls that move tensors between memory and files."""
+TRANSFERS = Store, Load, Fetch, Put, Keep, Arrived, Left
+"""Targets of calls that move tensors between memory and files, or wait for that."""
 ref_to = functools.cache(Ref)
 """Returns the same `Ref` for a slot each time, so that equal calls are quick to recognize."""
 

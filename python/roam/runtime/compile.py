@@ -322,6 +322,8 @@ class Step:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_measured: bool = False
     ) -> Any:
         call = StepCall(args, kwargs)
+        if is_disabled():
+            self._take_out()
         if not self._runs_beside():
             try:
                 runner = self._runner(call)
@@ -879,7 +881,8 @@ class Step:
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
-        or sampling. Later calls allocate and record them again.
+        or sampling, and brings parameters and state that lie in files back to ordinary memory
+        (``offload=``). Later calls allocate and record them again, and move them again.
 
         All compiled steps of a process share one pool per device.
         """
@@ -888,6 +891,13 @@ class Step:
                 runner.release()
         if self._beside is not None:
             self._beside.release()
+
+    def _take_out(self) -> None:
+        """Brings what lies in files back to ordinary memory."""
+        if self._options.offload is not None:
+            for captured in self._captures:
+                for runner in captured.runners:
+                    runner.take_out()
 
     def _capture(
         self,

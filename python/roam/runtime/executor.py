@@ -24,6 +24,7 @@ from roam.program import resized
 from roam.program.barrier import is_barrier
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
+from roam.program.copies import settle
 from roam.program.ir import Call, Program, substitute
 from roam.program.operators import UNINITIALIZED
 from roam.program.pages import Fetch, Keep, Pages
@@ -154,6 +155,7 @@ class Executor:
             if self._tier is not None:
                 tier, size_bytes = self._tier
                 stack.enter_context(tier.held(size_bytes))
+            stack.callback(settle)
             yield
 
     def run(self, inputs: list[Any]) -> Outgoing:

@@ -17,6 +17,7 @@ from roam.distributed.ddp import unsupported
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
+from roam.program import copies
 from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
 from roam.program.effects import (
@@ -32,6 +33,7 @@ from roam.program.effects import (
 )
 from roam.program.gradient_lifetime import used_gradients
 from roam.program.ir import Call, ComputedGuard, Joined, Program, TensorMeta
+from roam.program.pages import take_out
 from roam.program.resized import guards_with, numbers_at
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
@@ -668,10 +670,22 @@ class Runner:
         ]
         return held if text is None else [*held, text.source, text.steps]
 
+    def take_out(self) -> None:
+        """Brings what lies in files of this plan back to ordinary memory, until the next run."""
+        program = self._program
+        given = [(reference, program.storage_of(slot)) for reference, slot in program.referenced]
+        left = [(one.reference, program.storage_of(one.slot)) for one in program.of(Rebind)]
+        for reference, number in (*given, *left):
+            if number >= 0 and program.storages[number].is_paged:
+                tensor = reference.get()
+                if isinstance(tensor, torch.Tensor):
+                    take_out(tensor, reference.path)
+
     def release(self) -> None:
         """Gives the pool, what a CUDA graph holds, and the room on the disk back until the next
-        run.
+        run, and brings tensors back that lie in files.
         """
+        self.take_out()
         self._executor.forget_graph()
         if self._pool is not None:
             self._pool.release()
@@ -694,6 +708,7 @@ class Runner:
     def _failed(self, error: Exception, drawn: list[torch.Generator]) -> Exception:
         """What to raise for an error of a run."""
         settle()  # until then, collectives under way use memory of the run's
+        copies.settle()
         failure = self._executor.failure(error)
         if failure is None:
             return self._left_at_size(error) or error

@@ -43,6 +43,7 @@ from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
 from roam.program.tiling import Part, Tiled, candidates, tiled
+from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
 from roam.runtime.estimate import Estimator
@@ -90,6 +91,8 @@ that to a plan."""
 _MOST_TRIES = 4
 """How often is chosen which tensors stay in memory; each time with the room that the last plan has
 left."""
+_SPARE = 64
+"""The first part of a limit that is left free if copies beside the step have no room."""
 _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
@@ -909,7 +912,7 @@ class _Chooser:
             transfer_ns,
         )
         order = self._planned(spread.graph(pool=False), 0).order
-        listed = [index for place in order if (index := spread.number_before(int(place))) >= 0]
+        listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
         lowering = lowering.expanded(listed)
         pages = paged_of(lowering)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
@@ -917,64 +920,34 @@ class _Chooser:
         live = lowering.live_bytes(numbers)
         ways = [page.ways(len(live)) for page in pages]
 
-        def planned(
-            paged: Lowering, least_bytes: int, *, is_ordered: bool
-        ) -> tuple[Choice, Lowering]:
-            """With tensors in files."""
-            of = partial(
-                Choice,
-                paged.program,
-                cast(list[Placed | None], paged.placed),
-                eager_graph=best.eager_graph,
-                eager_bytes=best.eager_bytes,
-                kernel_bytes=best.kernel_bytes,
-                checks_bytes=best.checks_bytes,
-                pages=files,
-                least_moved_bytes=least_bytes,
-            )
-            choice = self._best_way(paged, of, pool, best.eager_bytes, is_ordered=is_ordered)
-            call_ns, moves = choice.graph.times_ns, paged.moves
-            moves_s = float(call_ns[moves].sum()) / 1e9
-            again = Recomputation(
-                runs=0,
-                calls=frozenset(moves),
-                extra_s=moves_s,
-                step_s=float(call_ns.sum()) / 1e9 - moves_s,
-                least_extra_s=None,
-                floor_bytes=None,
-                timed_calls=paged.timed_calls,
-                modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
-            )
-            totals = (*best.totals, ("keeping tensors in files", choice.total_bytes))
-            return replace(choice, totals=totals, recomputation=again), paged
+        plans = self._paging(limit_bytes, replace(best, pages=files), pool)
+
+        def chosen(slack_bytes: int) -> tuple[residency.Found, Lowering]:
+            """What a step keeps in memory with so many bytes more than were estimated."""
+            room = [limit_bytes + slack_bytes - one for one in live]
+            found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
+            cuts = [some[one][1] for some, one in zip(ways, found.ways, strict=True)]
+            kept = [(page, cut) for page, cut in zip(pages, cuts, strict=True) if cut is not None]
+            return found, lowering.paging(kept, files, placed_load, transfer_ns)
 
         best_found: tuple[Choice, Lowering] | None = None
         slack_bytes = 0  # the room was estimated; a plan tells how much there is
         for _ in range(_MOST_TRIES if live else 0):
-            room = [limit_bytes + slack_bytes - one for one in live]
-            found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
+            found, paged = chosen(slack_bytes)
             if found.most_over_bytes:
                 if slack_bytes < 0:
                     break
                 slack_bytes += found.most_over_bytes
                 continue
-            chosen = [
-                (page, some[one][1])
-                for page, some, one in zip(pages, ways, found.ways, strict=True)
-            ]
-            paged = lowering.paging(
-                [(page, cuts) for page, cuts in chosen if cuts is not None],
-                files,
-                placed_load,
-                transfer_ns,
-            )
-            tried = planned(paged, found.least_bytes, is_ordered=True)
-            is_better = best_found is None or _extra_s(tried[0]) < _extra_s(best_found[0])
-            if tried[0].total_bytes <= limit_bytes and is_better:
-                best_found = tried
-            left_bytes = limit_bytes - tried[0].total_bytes
+            choice = plans.waiting(paged, found.least_bytes, is_ordered=True)
+            is_better = best_found is None or _extra_s(choice) < _extra_s(best_found[0])
+            if choice.total_bytes <= limit_bytes and is_better:
+                best_found = choice, paged
+            left_bytes = limit_bytes - choice.total_bytes
             slack_bytes += left_bytes if best_found is None or left_bytes > 0 else left_bytes // 2
-        return best_found or planned(spread, 0, is_ordered=False)
+        if best_found is None:
+            return plans.waiting(spread, 0, is_ordered=False), spread
+        return plans.overlapped(*best_found), best_found[1]
 
     def _offloading(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
@@ -1095,7 +1068,7 @@ class _Chooser:
             extra_s += offloaded.transfers_s - ran.graph.times_ns[list(loads)].sum() / 1e9
         name = "pool" if uses_pool else "allocator"
         how = "running operators again" if offloaded is None else "offloading tensors"
-        return replace(
+        choice = replace(
             best,
             program=ran.lowering.program,
             placed=cast(list[Placed | None], ran.lowering.placed),
@@ -1117,6 +1090,27 @@ class _Chooser:
                 offloaded=offloaded,
             ),
         )
+        if not moves:
+            return choice
+        listed = [int(index) for index in ran.plan.order]
+        ordered = ran.lowering.expanded(listed)
+        plans = self._paging(limit_bytes, choice, self._pool)
+        beside = plans.overlapped(_renumbered(choice, listed), ordered)
+        return choice if beside.program is choice.program else beside
+
+    def _paging(self, limit_bytes: int, best: Choice, pool: bool | None) -> _Paging:
+        """What plans steps with tensors in files as `best` says."""
+        of = partial(
+            Choice,
+            eager_graph=best.eager_graph,
+            eager_bytes=best.eager_bytes,
+            kernel_bytes=best.kernel_bytes,
+            checks_bytes=best.checks_bytes,
+            pages=best.pages,
+            totals=best.totals,
+        )
+        way = partial(self._best_way, pool=pool, eager_bytes=best.eager_bytes)
+        return _Paging(limit_bytes, of, way)
 
     def _or(self, lowering: Lowering) -> str:
         """What else can be done where no plan keeps within a limit."""
@@ -1328,6 +1322,103 @@ class _Chooser:
         limit = (least if pool else min(least, most)) * (1 + _MARGIN)
         near = [one for one in ranked[:_MOST_POOLED] if one[0] <= limit]
         return [(name, copied_in) for _, _, name, copied_in in sorted(near, key=lambda one: one[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Paging:
+    """Plans of a step with tensors in files.
+
+    Attributes:
+        limit_bytes: what it may take.
+        of: makes the choice of a program, and of what `way` says of it.
+        way: plans what was lowered.
+    """
+
+    limit_bytes: int
+    of: partial[Choice]
+    way: Callable[..., Choice]
+
+    def waiting(self, paged: Lowering, least_bytes: int, *, is_ordered: bool) -> Choice:
+        """A plan in which each copy is made before its call returns, in program order if
+        `is_ordered`.
+        """
+        choice = self._planned(paged, least_bytes, is_ordered=is_ordered)
+        call_ns, moves = choice.graph.times_ns, paged.moves
+        again = Recomputation(
+            runs=0,
+            calls=frozenset(moves),
+            extra_s=paged.moved_s,
+            step_s=float(call_ns.sum()) / 1e9 - paged.moved_s,
+            least_extra_s=None,
+            floor_bytes=None,
+            timed_calls=paged.timed_calls,
+            modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
+        )
+        return self._told(choice, again, "keeping tensors in files")
+
+    def overlapped(self, choice: Choice, paged: Lowering) -> Choice:
+        """A plan in program order in which copies are made beside other calls; `choice`, the one
+        in which they are not, where that is not better.
+        """
+        again, live = choice.recomputation, paged.live_bytes()
+        assert again is not None, "tensors are in files"
+        spare_bytes = max(live) - choice.total_bytes
+        less_bytes = self.limit_bytes // _SPARE
+        for _ in range(_MOST_TRIES):
+            room = [self.limit_bytes + spare_bytes - one for one in live]
+            beside = paged.overlapping(room, placed_load)
+            if beside.moved_s >= paged.moved_s:
+                break
+            found = self._planned(beside, choice.least_moved_bytes, is_ordered=True)
+            if found.total_bytes <= self.limit_bytes:
+                order = [int(index) for index in found.plan.order]
+                check(paged.program, beside.program, beside.numbers, order, Places.of(found.plan))
+                told = replace(
+                    _recounted(again, beside.numbers, beside.waits),
+                    extra_s=again.extra_s - paged.moved_s + beside.moved_s,
+                )
+                return self._told(found, told, "moving them beside other operators")
+            spare_bytes -= max(found.total_bytes - self.limit_bytes, less_bytes)
+            less_bytes *= 2  # a layout may have gaps
+        return choice
+
+    def _planned(self, lowering: Lowering, least_bytes: int, *, is_ordered: bool) -> Choice:
+        made = partial(
+            self.of,
+            lowering.program,
+            cast(list[Placed | None], lowering.placed),
+            least_moved_bytes=least_bytes,
+        )
+        return self.way(lowering, made, is_ordered=is_ordered)
+
+    def _told(self, choice: Choice, again: Recomputation, how: str) -> Choice:
+        totals = (*self.of.keywords["totals"], (how, choice.total_bytes))
+        return replace(choice, totals=totals, recomputation=again)
+
+
+def _recounted(
+    again: Recomputation, numbers: Sequence[int], more: Iterable[int] = ()
+) -> Recomputation:
+    """The same for a program of the same calls and `more`.
+
+    Args:
+        numbers: for each call of that program, its number in this one; -1 if this one does not have
+            it.
+    """
+
+    def places(calls: frozenset[int]) -> frozenset[int]:
+        return frozenset(place for place, number in enumerate(numbers) if number in calls)
+
+    offloaded = again.offloaded
+    if offloaded is not None:
+        offloaded = replace(offloaded, calls=places(offloaded.calls))
+    return replace(again, calls=places(again.calls).union(more), offloaded=offloaded)
+
+
+def _renumbered(choice: Choice, numbers: Sequence[int]) -> Choice:
+    """A choice with its recomputation told of a program of the same calls in another order."""
+    again = choice.recomputation
+    return choice if again is None else replace(choice, recomputation=_recounted(again, numbers))
 
 
 @dataclass(frozen=True, slots=True)
