@@ -336,7 +336,7 @@ class Step:
         beside = self._beside
         assert beside is not None
         run = beside.measured if is_measured else beside.run
-        return run(args, kwargs, call.kind(self._known.taker))
+        return run(args, kwargs, call.form(self._known.taker))
 
     def _runs_beside(self) -> bool:
         """Whether a call's Python runs beside plans."""
@@ -602,7 +602,7 @@ class Step:
         """
         call = StepCall(args, kwargs)
         if self._beside is not None:
-            planned = self._beside.planned(call.kind(self._known.taker))
+            planned = self._beside.planned(call.form(self._known.taker))
             if planned is not None:
                 return planned.choice.plan
         found = self._captures.find(call, self._known.taker)

@@ -58,6 +58,15 @@ class StepCall:
         """A key without plain values, once some of these have changed from call to call."""
         return _key(self.taken(taker).leaves, kinds() if taker.varied else ())
 
+    def form(self, taker: Taker) -> tuple[Hashable, ...]:
+        """A key for calls in which the step's own Python runs. It is without the numbers, texts,
+        and objects among the arguments: what they decide shows in what Python does.
+        """
+        return tuple(
+            _leaf_key(leaf, ()) if isinstance(leaf, (torch.Tensor, bool)) else (type(leaf),)
+            for leaf in self.taken(taker).leaves
+        )
+
 
 def _key(leaves: Sequence[Any], varied: Collection[type]) -> tuple[Hashable, ...]:
     return tuple(_leaf_key(leaf, varied) for leaf in leaves)
