@@ -17,7 +17,8 @@ class StepCall:
     """A call of a compiled step.
 
     Attributes:
-        inputs: what the plan that fits it takes in.
+        held: what the references of the plan that fits it hold.
+        inputs: what that plan takes in: of distributed tensors this process's part.
         misfit: why that plan cannot run it; None if it can.
         asked: what checks that several plans share have said.
     """
@@ -30,6 +31,7 @@ class StepCall:
         """To be called when arguments and state are no longer as they were, or are not to be kept
         alive.
         """
+        self.held: list[Any] = []
         self.inputs: list[Any] = []
         self.misfit: Misfit | None = None
         self.asked: dict[Any, Misfit | None] = {}
