@@ -329,31 +329,33 @@ def with_numbers(plain: Program, live: Program, values: Mapping[str, Any]) -> Pr
     calls: list[Call] = []
     moved: dict[int, int] = {}
     for call in live.calls:
-        is_known = numbers.keys() >= set(call.refs()) and not isinstance(call.target, OpOverload)
-        if is_known and call.refs() and all(_is_number(live, slot) for slot in call.outputs):
-            arguments = [
-                numbers[value.slot][1] if isinstance(value, Ref) else value for value in call.args
-            ]
-            (output,) = call.outputs
-            add(output, call.target(*arguments, **call.kwargs))
+        output = call.outputs[0] if len(call.outputs) == 1 else None
+        if (
+            output is not None
+            and live.slots[output] is None
+            and call.refs()
+            and numbers.keys() >= set(call.refs())
+            and not isinstance(call.target, OpOverload)
+        ):
+            args = substitute(call.args, lambda ref: numbers[ref.slot][1])
+            try:
+                add(output, call.target(*args, **call.kwargs))
+            except (ArithmeticError, ValueError):  # the other trace has not calculated it
+                add(output, None)
             calls.append(call.renamed(lambda slot: numbers[slot][0]))
         elif len(moved) < len(plain.calls):
             other = plain.calls[len(moved)]
             if other.target is not call.target:
                 continue  # it makes state
-            args, kwargs = put(call.args, other.args), dict(other.kwargs)
-            for key in call.kwargs.keys() & kwargs:
-                kwargs[key] = put(call.kwargs[key], kwargs[key])
+            if not numbers.keys().isdisjoint(call.refs()):
+                kwargs = {key: put(call.kwargs.get(key), own) for key, own in other.kwargs.items()}
+                other = replace(other, args=put(call.args, other.args), kwargs=kwargs)
             moved[len(moved)] = len(calls)
-            calls.append(replace(other, args=args, kwargs=kwargs))
+            calls.append(other)
     for old in range(len(moved), len(plain.calls)):
         moved[old] = len(calls)
         calls.append(plain.calls[old])
     return _renumber(replace(plain, slots=slots), calls, moved, referenced, plain.constants)
-
-
-def _is_number(program: Program, slot: int | None) -> bool:
-    return slot is not None and program.slots[slot] is None
 
 
 def _only_makes(call: Call, state: set[int]) -> bool:

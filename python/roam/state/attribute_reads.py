@@ -25,7 +25,7 @@ from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_o
 from roam.state.equality import attributes_of
 from roam.state.library_code import is_library, names_of
 from roam.state.namespaces import slots_of
-from roam.state.policies import Retrace
+from roam.state.policies import Policies, Policy, Retrace
 from roam.torch_compat.patches import methods_added, replaced
 
 Edge = tuple[int | None, str]
@@ -98,9 +98,9 @@ class Reads:
         self.is_narrow = False
         self.is_traced = False
         self.everything = everything
-        self._noted: set[Edge] = set()
-        self._overwritten: dict[Edge, None] = {}
-        """The attributes that every trace has set before it looked at them, in order."""
+        self._policies = Policies()
+        """Of attributes: those that every trace has set before it looked at them are `WRITTEN`,
+        others that a trace has looked at `READ`."""
         self._set_now: set[Edge] = set()
         self._written: set[Edge] = set()
         """The attributes that any trace has set or deleted."""
@@ -117,11 +117,7 @@ class Reads:
         `_whole` because something that a walk met holds their dictionary.
         """
         self._deferred: set[Edge] = set()
-        self._known_before: tuple[frozenset[Edge], frozenset[int], frozenset[Edge]] = (
-            frozenset(),
-            frozenset(),
-            frozenset(),
-        )
+        self._known_before: tuple[Policies, frozenset[int]] = Policies(), frozenset()
         self._reached: set[int] = set()
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
@@ -140,11 +136,7 @@ class Reads:
         """Begins a walk. From now on, a read is new if it is not among those that are known at this
         moment.
         """
-        self._known_before = (
-            frozenset(self._noted),
-            frozenset(self._whole),
-            frozenset(self._overwritten),
-        )
+        self._known_before = self._policies.copy(), frozenset(self._whole)
         self._reached = set()
         self._has_more = False
 
@@ -172,7 +164,7 @@ class Reads:
         """The attributes that a narrow walk enters; None if it is all of them."""
         if key is None or not self.is_narrow or key in self._whole:
             return None
-        return {name for holder, name in self._noted if holder == key}
+        return {name for holder, name in self._policies.places(Policy.READ) if holder == key}
 
     def overwritten(self, key: int | None) -> list[str]:
         """The attributes of an object that the step sets before it looks at them, in order; for a
@@ -180,25 +172,24 @@ class Reads:
         """
         if key is None or not self.is_narrow or self.everything or key in self._whole:
             return []
-        return [name for holder, name in self._overwritten if holder == key]
+        return [name for holder, name in self._policies.places(Policy.WRITTEN) if holder == key]
 
     def overwrites(self) -> bool:
         """Whether the step sets any attribute before it looks at it."""
-        return any(key not in self._whole for key, _ in self._overwritten)
+        return any(key not in self._whole for key, _ in self._policies.places(Policy.WRITTEN))
 
     def keep(self, key: int, name: str) -> None:
         """Has an attribute count as looked at, since what the step sets there cannot be set
         again.
         """
-        self._noted.add((key, name))
-        self._overwritten.pop((key, name), None)
+        self._policies.climb(Policy.READ, [(key, name)])
 
     def has(self, edge: Edge) -> bool:
         """Whether the step has looked at what an edge leads to."""
         key, name = edge
         if key is None:
             return name in self._names or (name.startswith("__") and name.endswith("__"))
-        return edge in self._noted or key in self._whole
+        return self._policies.of(edge) is Policy.READ or key in self._whole
 
     def may_have_changed(self, key: int, name: str, *, is_new: bool) -> bool:
         """Whether the traced thread may have given an attribute its value of now. `is_new`: it had
@@ -208,7 +199,7 @@ class Reads:
             return True
         return (
             is_new
-            and (key, name) in self._noted
+            and self._policies.of((key, name)) is Policy.READ
             and any(
                 name in dictionary_of(base) for kind in self._kinds[key] for base in mro_of(kind)
             )
@@ -259,7 +250,7 @@ class Reads:
 
     def has_strays(self) -> bool:
         """After a narrow walk: whether the step looked at objects that the walk did not reach."""
-        read = {key for key, _ in (*self._noted, *self._overwritten)} | (self._whole - self._held)
+        read = {key for key, _ in self._policies} | (self._whole - self._held)
         return not read <= self._reached
 
     # -- for the trace
@@ -388,7 +379,7 @@ class Reads:
                 other
                 for other in before.keys() | held.keys()
                 if other != name
-                and (key, other) not in self._noted
+                and self._policies.of((key, other)) is not Policy.READ
                 and before.get(other, held) is not held.get(other, held)
             }
             if behind:
@@ -431,15 +422,16 @@ class Reads:
             self._held.discard(key)
         elif (key, name) in self._set_now and not is_deleted:
             return
-        elif is_set and (key, name) not in self._noted and key not in self._whole:
+        elif (
+            is_set and self._policies.of((key, name)) is not Policy.READ and key not in self._whole
+        ):
             is_new = self._is_set_new(key, name)
-            self._overwritten[key, name] = None
+            self._policies.climb(Policy.WRITTEN, [(key, name)])
             self._set_now.add((key, name))
             self._names.add(name)
         else:
             is_new = self._is_new(key, name)
-            self._noted.add((key, name))
-            self._overwritten.pop((key, name), None)
+            self._policies.climb(Policy.READ, [(key, name)])
             self._names.add(name)
         if is_new:
             self._has_more = True
@@ -448,24 +440,25 @@ class Reads:
             )
 
     def _is_new(self, key: int, name: str) -> bool:
-        edge, (noted, whole, _) = (key, name), self._known_before
+        policies, whole = self._known_before
+        is_noted = policies.of((key, name)) is Policy.READ
         if not self.is_narrow:
-            return (edge in self._deferred and edge not in noted and key not in whole) or (
-                (None, name) in self._deferred and name not in {known for _, known in noted}
+            return ((key, name) in self._deferred and not is_noted and key not in whole) or (
+                (None, name) in self._deferred
+                and name not in {known for _, known in policies.places(Policy.READ)}
             )
-        if key not in self._reached and edge in noted:
+        if key not in self._reached and is_noted:
             self.everything = True  # reached in a way that no walk follows
-        return key not in self._reached or (edge not in noted and key not in whole)
+        return key not in self._reached or (not is_noted and key not in whole)
 
     def _is_set_new(self, key: int, name: str) -> bool:
-        noted, _, overwritten = self._known_before
+        policies, _ = self._known_before
         if not self.is_narrow:
-            return (None, name) in self._deferred and name not in {
-                known for _, known in (*noted, *overwritten)
-            }
-        if key not in self._reached and (key, name) in overwritten:
+            return (None, name) in self._deferred and name not in {known for _, known in policies}
+        is_noted = policies.of((key, name)) is Policy.WRITTEN
+        if key not in self._reached and is_noted:
             self.everything = True
-        return key not in self._reached or (key, name) not in overwritten
+        return key not in self._reached or not is_noted
 
     def _is_whole_new(self, key: int) -> bool:
         whole = self._known_before[1]

@@ -94,6 +94,7 @@ from roam.state.namespaces import (
 from roam.state.nests import is_user_dict, may_be_opened, visit
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
 from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
+from roam.state.policies import Policy, Retrace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space, child
 from roam.state.wrappers import inner, is_wrapper
@@ -295,11 +296,16 @@ class _Walk:
         ]
 
     def note_growing(self) -> None:
-        """Notes the lists that grow, with all places that hold them."""
+        """Notes the lists that grow, with all places that hold them.
+
+        Raises:
+            Retrace: one of them is held where no stand-in can be put in its place.
+        """
         if not self.grown:
             return
         guarded = {id(place.space) for place in self.reach.places if place.guarded}
         entered = {id(place.space.holder) for place in self.reach.places}
+        cannot_grow: list[str] = []
         for path, container in self.grown:
             places = self.frozen[id(container)]
             takes_others = all(
@@ -318,7 +324,9 @@ class _Walk:
             ):
                 self.reach.growing.append(Growing(path, container, places))
             else:
-                self.reach.cannot_grow.add(path)
+                cannot_grow.append(path)
+        if cannot_grow:
+            raise Retrace({Policy.FIXED: cannot_grow})
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at

@@ -7,7 +7,7 @@ each place at fault, and the step is traced again. Policies only climb, so this 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -40,6 +40,9 @@ class Policies:
 
     def __init__(self) -> None:
         self._all: dict[Hashable, Policy] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all)
 
     def of(self, place: Hashable) -> Policy:
         """The policy of a place; `IGNORED` if nothing is known of it."""

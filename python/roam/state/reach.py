@@ -86,8 +86,6 @@ class Reach:
             the refusal of a step that runs a backward pass.
         shared: the containers among the arguments that guarded state holds too.
         growing: lists to which the step only adds. What is in them is not entered.
-        cannot_grow: paths of lists that were to be such, and are held where no stand-in can be put
-            in their place.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -112,7 +110,6 @@ class Reach:
         self.held_elsewhere: dict[int, CaptureError] = {}
         self.shared: list[Any] = []
         self.growing: list[Growing] = []
-        self.cannot_grow: set[str] = set()
 
     @property
     def parameters(self) -> list[Slot]:

@@ -37,7 +37,7 @@ from roam.program.passes import (
     with_state,
 )
 from roam.program.resized import expressions_of, replaced_in
-from roam.state.arguments import Taker, argument_path, live_integers
+from roam.state.arguments import Taken, Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
@@ -281,6 +281,15 @@ class _Settled:
     program: Program
     refusal: CaptureError
 
+    def after_trace(self) -> _Settled:
+        """The same, once the tensors that are replaced are back where a trace had fakes."""
+        return replace(self, settings=[setting.found() for setting in self.settings])
+
+    def refused(self) -> CaptureError:
+        """The refusal, of a step that may go on otherwise once it has run."""
+        self.refusal.settles = MOST_SETTLING
+        return self.refusal
+
 
 def capture(
     train_step: Callable[..., Any],
@@ -396,8 +405,7 @@ def capture_step(
         known.regions.start()
         answers = Answers() if answers is None else answers
         answers.passing = known.passing
-        reads, lacking = Reads(), set[str]()
-        settled: _Settled | None = None
+        call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized)
         are_left: Callable[[], bool] | None = None
         trusted = known.exchanged()
         known.climb(Policy.FORM, trusted)
@@ -409,35 +417,21 @@ def capture_step(
                     try:
                         # Captured as if all that settles were set: the first step does the same
                         # then, and later ones set nothing new.
-                        with applied([] if settled is None else settled.settings):
-                            captured = _captured(
-                                train_step,
-                                args,
-                                kwargs,
-                                keep_grads,
-                                known,
-                                asks_kernels,
-                                answers,
-                                reads,
-                                settled,
-                                lacking,
-                                sized,
-                            )
+                        with applied(call.settings):
+                            captured = _captured(call)
                             doubted = None
                             return captured
                     except Retrace as found:
                         if found.first is not None:
-                            with applied([] if settled is None else settled.settings):
+                            with applied(call.settings):
                                 found.first()
                             continue
-                        settled = found.settled
-                        if settled is not None:
-                            settled.settings = [setting.found() for setting in settled.settings]
+                        call.settled = found.settled and found.settled.after_trace()
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
                         if error.blames_answer:
-                            settled = None
+                            call.settled = None
                             continue
                         grown = known.policies.places(Policy.APPENDED)
                         if trusted or (doubted is None and grown):
@@ -445,18 +439,17 @@ def capture_step(
                             if not trusted:
                                 doubted = known.policies.copy(), error
                             known.climb(Policy.FIXED, trusted or grown)
-                            trusted, settled = set(), None
+                            trusted, call.settled = set(), None
                             continue
                         if doubted is not None and doubted[1].code != error.code:
                             doubted = None  # the lists stay fixed
                         elif doubted is not None and doubted[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
                             raise doubted[1] from None
-                        if settled is not None and error.code == "step_raised":
+                        if call.settled is not None and error.code == "step_raised":
                             # It was run with less than it leaves at once, as a table's length
                             # without the table.
-                            settled.refusal.settles = MOST_SETTLING
-                            raise settled.refusal from error
+                            raise call.settled.refused() from error
                         raise
         finally:
             if doubted is not None:
@@ -466,43 +459,60 @@ def capture_step(
                 clear_fakes(known.caches)
 
 
-def _captured(
-    train_step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    keep_grads: bool,
-    known: Known,
-    asks_kernels: bool,
-    answers: Answers,
-    reads: Reads,
-    settled: _Settled | None,
-    lacking: set[str],
-    sized: SizedKernels | None,
-) -> CapturedStep:
-    taker = known.taker
-    taken = taker.take(args, kwargs)
-    opened = [id(parts.value) for parts in taken.objects.values()]
+@dataclass(slots=True)
+class _Call:
+    """A call that is captured, and what its traces have found so far.
 
-    def reached(reads: Reads) -> Reach:
+    Attributes:
+        train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized: as of
+            `capture_step`.
+        reads: what is known of the attributes that the step looks at.
+        lacking: paths of the gradients that are not there if an earlier plan has freed them.
+        settled: what the step is supposed to have set once and for all.
+    """
+
+    train_step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keep_grads: bool
+    known: Known
+    asks_kernels: bool
+    answers: Answers
+    sized: SizedKernels | None
+    reads: Reads = field(default_factory=Reads)
+    lacking: set[str] = field(default_factory=set)
+    settled: _Settled | None = None
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What the next trace supposes to be set."""
+        return [] if self.settled is None else self.settled.settings
+
+    def reached(self, taken: Taken) -> Reach:
+        """What the step can reach, with the arguments taken apart like this."""
+        policies = self.known.policies
         return reach_of(
-            train_step,
-            args,
-            kwargs,
-            reads,
-            opened,
-            known.policies.places(Policy.FORM),
-            taker.closed,
-            known.policies.places(Policy.APPENDED),
+            self.train_step,
+            self.args,
+            self.kwargs,
+            self.reads,
+            [id(parts.value) for parts in taken.objects.values()],
+            policies.places(Policy.FORM),
+            taken.closed,
+            policies.places(Policy.APPENDED),
         )
 
-    reach = reached(reads)
-    if reach.cannot_grow:
-        raise Retrace({Policy.FIXED: reach.cannot_grow})
+
+def _captured(call: _Call) -> CapturedStep:
+    args, kwargs, known, reads = call.args, call.kwargs, call.known, call.reads
+    settled, answers, taker = call.settled, call.answers, call.known.taker
+    taken = taker.take(args, kwargs)
+    reach = call.reached(taken)
     is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:
-        reach = reached(reads)
+        reach = call.reached(taken)
     if reads.is_narrow or reads.everything:
         _close_shared(reach, known)
     if not reads.is_traced:  # those of modules that a trace has imported may hold its fakes
@@ -517,19 +527,7 @@ def _captured(
     reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)
-        tracer = _Tracer(
-            reach,
-            train_step,
-            args,
-            kwargs,
-            known,
-            asks_kernels,
-            settled is not None,
-            reliance,
-            answers,
-            lacking,
-            sized=sized,
-        )
+        tracer = _Tracer(call, reach, reliance)
         programs = None
         if integers:
             programs = replace(tracer, integers=integers).live_programs()
@@ -545,9 +543,7 @@ def _captured(
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
         if settled is not None and not _is_settled(settled, programs[0]):
-            # The step that finds all of it set has just been traced.
-            settled.refusal.settles = MOST_SETTLING
-            raise settled.refusal
+            raise settled.refused()  # the step that finds all of it set has just been traced
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
         if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
             programs[0], live_numbers=False
@@ -558,8 +554,8 @@ def _captured(
                 "type(x), or keep the number in a tensor",
                 code="value_reached_python",
             )  # fmt: skip
-        if without := _freed_before(programs[0]) - lacking:
-            lacking |= without
+        if without := _freed_before(programs[0]) - call.lacking:
+            call.lacking |= without
             raise Retrace
     except CaptureError as error:
         _name_metric(error, reach)
@@ -574,7 +570,7 @@ def _captured(
         raise
     for program in programs:
         check_sequence(program)
-        program.lacking = set(lacking)
+        program.lacking = set(call.lacking)
     reads.check()
     if known.compiles_blocks and not any(
         on_list(call.target) for program in programs for call in program.calls
@@ -586,10 +582,10 @@ def _captured(
             code="no_repeated_blocks",
         )  # fmt: skip
     held_elsewhere = reach.held_elsewhere
-    reach = _what_was_read(reach, reached, known)
+    reach = _what_was_read(call, reach, taken)
     reach.held_elsewhere = held_elsewhere
     first, steady = programs[0], programs[-1]
-    name = getattr(train_step, "__name__", type(train_step).__name__)
+    name = getattr(call.train_step, "__name__", type(call.train_step).__name__)
     guards = known.shared(
         Guards(
             reach,
@@ -612,7 +608,7 @@ def _captured(
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards, answers)
         return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
-    if steady is not first and sized is None:
+    if steady is not first and call.sized is None:
         known.add(steady)
     carried = {
         reference.path
@@ -620,7 +616,7 @@ def _captured(
         if isinstance(reference, GradientReference)
     }
     for program in programs:
-        settle_gradients(program, carried, keep_grads)
+        settle_gradients(program, carried, call.keep_grads)
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
@@ -662,22 +658,22 @@ def _freed_before(program: Program) -> set[str]:
     }
 
 
-def _what_was_read(reach: Reach, reached: Callable[[Reads], Reach], known: Known) -> Reach:
+def _what_was_read(call: _Call, reach: Reach, taken: Taken) -> Reach:
     """What of a traced step's reach is to be guarded.
 
     Args:
         reach: of the trace.
-        reached: gives the step's reach, once more.
-        known: of earlier captures of the step.
+        taken: the arguments.
 
     Raises:
         Retrace: the trace was made with more tensors, optimizers or live numbers than that.
     """
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
-    changing = known.policies.places(Policy.COUNTED)
-    narrow = reached(reach.reads.narrow())
-    _close_shared(narrow, known)
+    changing = call.known.policies.places(Policy.COUNTED)
+    reach.reads.narrow()
+    narrow = call.reached(taken)
+    _close_shared(narrow, call.known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise Retrace
@@ -822,24 +818,12 @@ class _Tracer:
     was found.
     """
 
+    call: _Call
     reach: Reach
-    train_step: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    known: Known
-    asks_kernels: bool
-    is_settled: bool
-    """Whether what the step sets once and for all has been set."""
     reliance: Reliance
     """What its traces rely on without holding it."""
-    answers: Answers
-    """What they take for granted where the code goes on either way."""
-    lacking: Collection[str] = ()
-    """The paths of the gradients that are not there if an earlier plan has freed them."""
     integers: Collection[int] = ()
     """The places of the integers among the flattened arguments that are live where floats are."""
-    sized: SizedKernels | None = None
-    """What makes fakes whose sizes follow from symbols."""
     same_with_plain: bool = False
     """Whether one of the traces that agree had plain arguments where another had live ones."""
 
@@ -893,7 +877,7 @@ class _Tracer:
         if stirs:
             return difference(program, other) is None
         self.reach.reads.check_others()
-        if self.sized is not None and not live_numbers:
+        if self.call.sized is not None and not live_numbers:
             program, other = (replaced_in(one, plain_number) for one in (program, other))
         return agrees(program, other)
 
@@ -907,19 +891,19 @@ class _Tracer:
     ) -> list[Program]:
         fake_state = FakeState(
             self.reach,
-            self.args,
-            self.kwargs,
-            self.known.policies,
-            taker=self.known.taker,
-            asks_kernels=self.asks_kernels,
-            remembered=self.known.kernels,
+            self.call.args,
+            self.call.kwargs,
+            self.call.known.policies,
+            taker=self.call.known.taker,
+            asks_kernels=self.call.asks_kernels,
+            remembered=self.call.known.kernels,
             reliance=self.reliance,
-            answers=self.answers,
-            regions=self.known.regions,
-            layouts=self.known.layouts,
+            answers=self.call.answers,
+            regions=self.call.known.regions,
+            layouts=self.call.known.layouts,
             integers=self.integers,
-            lacking=self.lacking,
-            sized=self.sized,
+            lacking=self.call.lacking,
+            sized=self.call.sized,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
@@ -932,17 +916,17 @@ class _Tracer:
             inside = Snapshot(self.reach, leaves_others=True)
             if stirs:
                 inside.stir()
-            tries_plain = live_arguments and not only_first and self.sized is None
+            tries_plain = live_arguments and not only_first and self.call.sized is None
             while len(programs) < _MOST_TRACES:
                 # The trace that agrees also shows what the step does with plain arguments.
                 is_plain = tries_plain and len(programs) == 1
                 tries_plain = tries_plain and not programs
-                self.known.traces += 1
+                self.call.known.traces += 1
                 starts.append(fake_state.sharing())
                 try:
                     program = trace(
                         fake_state,
-                        self.train_step,
+                        self.call.train_step,
                         args,
                         kwargs,
                         live_arguments=live_arguments and not is_plain,
@@ -955,8 +939,8 @@ class _Tracer:
                     programs[-1].unsettled = error
                     return programs
                 self._check_unread(fake_state, is_over=True)
-                if self.sized is None:  # of equal numbers only some may follow from symbols
-                    self.known.share(program)
+                if self.call.sized is None:  # of equal numbers only some may follow from symbols
+                    self.call.known.share(program)
                 reads.check()
                 reads.add_functions(self.reliance.unreached(self.reach))
                 if self.reach.may_be_narrower():
@@ -967,7 +951,7 @@ class _Tracer:
                 grown = climbs.get(Policy.APPENDED, ())
                 settings = (
                     None
-                    if self.is_settled or not moved or switches.moved()
+                    if self.call.settled is not None or not moved or switches.moved()
                     else inside.settings(fake_state.made, grown)
                 )
                 for setting in settings or ():
@@ -980,7 +964,9 @@ class _Tracer:
                         program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
-                program = self.known.pruned(program) if self.sized is None else prune(program)
+                program = (
+                    self.call.known.pruned(program) if self.call.sized is None else prune(program)
+                )
                 if is_plain and not moved:
                     plain = program
                     program = _with_live(plain, programs[0], fake_state.leaves)
@@ -1009,7 +995,7 @@ class _Tracer:
                 if (
                     only_first
                     or program.unsettled is not None
-                    or (len(programs) == 1 and self.known.has_agreed(programs[0]))
+                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
                 ):
                     return programs
                 if len(programs) == 2 and self._is_first_of(*programs):
@@ -1056,7 +1042,9 @@ class _Tracer:
             Retrace: it may.
         """
         read = fake_state.growing.read(is_over=is_over)
-        if self.known.regions.used().calls:  # Dynamo would look at what is in the lists' places
+        if (
+            self.call.known.regions.used().calls
+        ):  # Dynamo would look at what is in the lists' places
             read = {growing.path for growing in self.reach.growing}
         if read:
             raise Retrace({Policy.FIXED: read})
@@ -1066,7 +1054,7 @@ class _Tracer:
         a lower one.
         """
         found = {
-            policy: self.known.policies.below(policy, paths)
+            policy: self.call.known.policies.below(policy, paths)
             for policy, paths in inside.following().items()
         }
         return {policy: paths for policy, paths in found.items() if paths}
@@ -1082,14 +1070,14 @@ class _Tracer:
         inside = Snapshot(self.reach, leaves_others=True)
         inside.stir()  # so that a generator that the step seeds each time is seen to move
         try:
-            trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
+            trace(fake_state, self.call.train_step, args, kwargs, live_arguments=False)
         except Retrace as found:
             if not found.climbs:
                 raise
             return []
         except CaptureError as error:
             return [] if error.code != "moved" or error.settles else [str(error)]
-        return inside.lasting(self.known.policies)
+        return inside.lasting(self.call.known.policies)
 
     def live_programs(self) -> list[Program] | None:
         """The same with live float arguments; None if the step does something else with them
