@@ -33,7 +33,7 @@ help:
 	@echo "make ci          install, lint and tests: what continuous integration runs"
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"
-	@echo "make test        the Python tests, against what is installed; of each, as many cases as fit in a second"
+	@echo "make test        the Python tests, against what is installed; of each, as many cases as fit in half a second"
 	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
 	@echo "make durations   the Python tests, of those with many cases one in eight; keeps how long each takes, by which make quick and make test choose"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
