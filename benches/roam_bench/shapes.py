@@ -108,6 +108,8 @@ _COLUMNS = (
     Column("a step, ms", number("later_step_s", "{:.1f}", 1e-3)),
     Column("growth, MiB", number("growth_bytes", "{:.0f}", _MIB)),
     Column("later growth", number("later_growth_bytes", "{:.0f}", _MIB)),
+    Column("of the pool", number("pool_growth_bytes", "{:.0f}", _MIB)),
+    Column("most, MiB", number("most_bytes", "{:.0f}", _MIB)),
     Column("note", lambda row: row.get("note", ""), right=False),
 )
 _BESIDE = (
@@ -265,6 +267,36 @@ def _resident_bytes() -> int:
         return 0
 
 
+def _most_resident_bytes() -> int:
+    """The most that the process has held of memory; 0 if the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line.split() for line in file if line.startswith("VmHWM:")]
+    except OSError:
+        return 0
+    return int(lines[0][1]) * 1024 if lines else 0
+
+
+def _pool_resident_bytes() -> int:
+    """How much of roam's pool lies in memory: its pages that a step has touched."""
+    import torch
+
+    from roam.runtime.pool import Pool
+
+    pool = Pool.of(torch.device("cpu"))
+    if not pool.nbytes:
+        return 0
+    page, entry = os.sysconf("SC_PAGE_SIZE"), 8
+    first, end = pool.address // page, -(-(pool.address + pool.nbytes) // page)
+    try:
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(first * entry)
+            entries = file.read((end - first) * entry)
+    except OSError:
+        return 0
+    return page * sum(last >> 7 for last in entries[entry - 1 :: entry])
+
+
 def _processor_s() -> float:
     """Of this process and its children."""
     return time.process_time() + sum(os.times()[2:4])
@@ -277,8 +309,9 @@ def measured(name: str, way: str, steps: int) -> Row:
         ``digest`` of every loss and of the final parameters and states; ``cpu_s`` of all steps;
         ``later_step_s``, the mean of those after the last plan; ``captures``, and ``plans``, of
         which some are for larger sizes of an earlier capture; ``growth_bytes``
-        of the process since the second capture (eagerly: since the second step), and
-        ``later_growth_bytes`` since the last plan.
+        of the process since the second capture (eagerly: since the second step), of which
+        ``pool_growth_bytes`` are pages of the pool that longer batches have touched,
+        ``later_growth_bytes`` since the last plan, and ``most_bytes`` that it has held in all.
     """
     import torch
 
@@ -297,7 +330,7 @@ def measured(name: str, way: str, steps: int) -> Row:
         model.compile(dynamic=True)
     padding = int(way.rpartition(" ")[2]) if "padded" in way else 1
     digest, seconds, planned_at, known = hashlib.sha256(), [], list[int](), None
-    settled = settled_last = captures = 0
+    settled = settled_last = settled_pool = captures = 0
     torch.manual_seed(1)
     for place in range(steps):
         batch = batch_of(place, padding)
@@ -311,10 +344,10 @@ def measured(name: str, way: str, steps: int) -> Row:
             planned_at.append(place)
             captures += step.timings.capture.count > 0
         if len(planned_at) <= 2 and place == (planned_at or [1])[-1]:
-            settled = _resident_bytes()
+            settled, settled_pool = _resident_bytes(), _pool_resident_bytes()
         if place == (planned_at or [1])[-1]:
             settled_last = _resident_bytes()
-    resident = _resident_bytes()
+    resident, pool = _resident_bytes(), _pool_resident_bytes()
     state = [*model.state_dict().values(), *(
         value for values in optimizer.state_dict()["state"].values() for value in values.values()
     )]  # fmt: skip
@@ -326,6 +359,8 @@ def measured(name: str, way: str, steps: int) -> Row:
         "plans": len(planned_at) if way.startswith("roam") else None, "cpu_s": sum(seconds),
         "later_step_s": sum(later) / len(later) if later else None, "growth_bytes": resident - settled,
         "later_growth_bytes": resident - settled_last,
+        "pool_growth_bytes": pool - settled_pool if way.startswith("roam") else None,
+        "most_bytes": _most_resident_bytes(),
         "digest": digest.hexdigest(), "note": "",
     }  # fmt: skip
 

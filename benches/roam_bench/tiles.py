@@ -133,21 +133,22 @@ def _t5() -> Any:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "GPT-2": _gpt2,
     "Llama": _of_transformers("Llama", 32000, 128, num_key_value_heads=2),
-    "Gemma 2": _of_transformers(
-        "Gemma2", 64000, 128, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
-    ),
     "Mixtral": _of_transformers(
         "Mixtral", 32000, 128, num_key_value_heads=2, num_local_experts=4, intermediate_size=256,
         experts_implementation="batched_mm",
     ),
     "T5": _t5,
-    "Qwen3": _of_transformers("Qwen3", 151936, 64, num_key_value_heads=2, head_dim=16),
+    "GPT-2": _gpt2,
     "OPT": _of_transformers("OPT", 50272, 128, ffn_dim=512, word_embed_proj_dim=128, dropout=0),
     "GPT-NeoX": _of_transformers("GPTNeoX", 50432, 128),
+    "Gemma 2": _of_transformers(
+        "Gemma2", 64000, 128, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
+    ),
+    "Qwen3": _of_transformers("Qwen3", 151936, 64, num_key_value_heads=2, head_dim=16),
 }  # fmt: skip
-"""GPT-2, Gemma 2, T5 and OPT have tied embeddings; Gemma 2 caps its logits."""
+"""In order of their vocabularies. GPT-2, Gemma 2, T5 and OPT have tied embeddings; Gemma 2 caps its
+logits."""
 
 
 def _loss_of(model: Any, way: str, tokens: Any) -> Any:

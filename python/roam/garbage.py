@@ -1,7 +1,10 @@
-"""What roam does with Python's cyclic garbage collector: pauses it, and asks it for objects."""
+"""What roam does with garbage: it pauses Python's cyclic collector and asks it for objects, and
+gives memory that C's allocator keeps back to the system.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,3 +37,14 @@ def referrers(*objects: Any) -> list[Any]:
     """All objects that refer to some of these. It undoes a user's `gc.freeze` too."""
     gc.unfreeze()
     return gc.get_referrers(*objects)
+
+
+def give_back_freed() -> None:
+    """Gives the system back what was allocated and freed, such as the results of a run without a
+    pool, and what the planner worked with. It is glibc's `malloc_trim`; elsewhere nothing happens.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, or Windows
+        return
+    trim(ctypes.c_size_t(0))

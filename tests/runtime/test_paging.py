@@ -10,8 +10,10 @@ import gc
 import io
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 import roam
-from roam.program import paging
+from roam.program import copies, paging
 from roam.program.pages import Pages, is_movable, is_paged
 from training import assert_same_bits
 
@@ -123,6 +125,36 @@ def test_poison_in_a_pool_finds_nothing(name: str, tmp_path: Path) -> None:
     assert_same_bits(expected, trained(step, perceptron(**options)))
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STEPS)
+def test_copies_may_take_any_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, options = STEPS[name]
+    step, made = paged(tmp_path, function, poison=True, pool=True), perceptron(**options)
+    pauses = random.Random(name)
+    paused: list[float] = []
+
+    def pause() -> None:
+        paused.append(pauses.choice((0.0, 0.0, 0.0, 1e-3, 5e-3)))
+        time.sleep(paused[-1])
+
+    monkeypatch.setattr(copies, "pause", pause)
+    expected = trained(function, perceptron(**options))
+    assert_same_bits(expected, trained(step, made))
+    assert any(paused)
+    assert "moving them beside other operators" in dict(step.memory().totals)
+
+
+@pytest.mark.long
+def test_a_thousand_steps_with_poison_and_copies_of_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "pause", lambda: time.sleep(random.choice((0.0, 0.0, 1e-4))))
+    step = paged(tmp_path, poison=True, pool=True)
+    assert_same_bits(trained(clipped, perceptron(), 1000), trained(step, perceptron(), 1000))
+
+
 def averaged(model: Any, average: Any) -> None:
     with torch.no_grad():
         for one, other in zip(average.parameters(), model.parameters(), strict=True):
@@ -165,9 +197,41 @@ def test_parameters_and_state_lie_in_files_between_steps(tmp_path: Path) -> None
     identities = list(map(id, made[0].parameters()))
     trained(paged(tmp_path), made, 2)
     assert list(map(id, made[0].parameters())) == identities
+    assert sum(are_paged(made)) > 0.6 * len(are_paged(made))
+
+
+def are_paged(made: tuple[Any, Any]) -> list[bool]:
+    """Of each tensor that is large enough, whether it lies in a file."""
     large = [one for one in made[0].parameters() if one.nbytes >= paging.LEAST_BYTES]
-    large += [made[1].state[one][name] for one in large for name in ("exp_avg", "exp_avg_sq")]
-    assert sum(map(is_paged, large)) > 0.6 * len(large)
+    state = [made[1].state[one][name] for one in large for name in ("exp_avg", "exp_avg_sq")]
+    return [is_paged(one) for one in (*large, *state, *(one.grad for one in large if one.grad is not None))]  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", ["release", "disabled"])
+def test_leaving_brings_tensors_back_to_memory(leave: str, tmp_path: Path) -> None:
+    made, eager, step = perceptron(), perceptron(), paged(tmp_path)
+    trained(clipped, eager, 2)
+    trained(step, made, 2)
+    assert any(are_paged(made))
+    before = bits(*made)
+    if leave == "release":
+        step.release()
+        assert_same_bits(before, bits(*made))
+    else:
+        with roam.disabled():
+            assert_same_bits(trained(clipped, eager, 1), trained(step, made, 1))
+    assert not any(are_paged(made))
+    assert_same_bits(trained(clipped, eager, 2), trained(step, made, 2))
+    assert any(are_paged(made))
+
+
+def test_a_tensor_that_another_looks_at_stays_in_its_file(tmp_path: Path) -> None:
+    made, step = perceptron(), paged(tmp_path)
+    trained(step, made, 2)
+    held = [one.detach() for one in made[0].parameters()]
+    step.release()
+    trained(step, made, 1)
+    assert_same_bits([one.detach() for one in made[0].parameters()], held)
 
 
 def accumulating(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -308,8 +372,13 @@ def test_a_disk_that_fails_to_read_is_a_typed_error(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", failing)
-        with pytest.raises(roam.ExecutionError, match=r"roam\.fetch at .*: .*Input/output"):
+        with pytest.raises(
+            roam.ExecutionError, match=r"roam\.(fetch|arrived) at .*: .*Input/output"
+        ):
             step(*made, *batch(torch.Generator()))
+        with pytest.raises(roam.ExecutionError, match="cannot be read") as refused:
+            step.release()
+    assert refused.value.code == "failed"
     assert_same_bits(before, bits(*made))
     again = perceptron()
     load(again, [one.state_dict() for one in made])
@@ -333,7 +402,9 @@ def test_a_disk_that_fails_to_write_names_what_is_torn(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
-        with pytest.raises(roam.ExecutionError, match=r"roam\.put at .*: .*Input/output") as torn:
+        with pytest.raises(
+            roam.ExecutionError, match=r"roam\.(put|left|arrived) at .*: .*Input/output"
+        ) as torn:
             step(*made, *batch(torch.Generator()))
     assert torn.value.code == "torn"
     again = perceptron()

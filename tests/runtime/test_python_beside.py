@@ -10,6 +10,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,6 +422,44 @@ def constrained_weights() -> tuple[State, Step]:
     return s, step
 
 
+@kind
+def labels_of_two_losses() -> tuple[State, Step]:
+    s = State()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = s.loss(x, y) + 0.4 * F.cross_entropy(s.model(x), y)
+        s.log.append(str(s.update(loss).item()))
+        return loss
+
+    return s, step
+
+
+@kind
+def equal_values_that_autograd_keeps() -> tuple[State, Step]:
+    s = State()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        s.optimizer.zero_grad()
+        one, other = (s.model[0](x).tanh() for _ in range(2))
+        s.log.append(str(one.sum().item()))
+        return s.update((one * other).mean())
+
+    return s, step
+
+
+@kind
+def equal_values_of_which_numpy_changes_one() -> tuple[State, Step]:
+    s = State()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        one, other = x * 2, x * 2
+        one.numpy()[:] = 0
+        s.log.append(str((other * 3).sum().item()))
+        return (one * 3).sum()
+
+    return s, step
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
@@ -643,6 +682,20 @@ def test_the_plan_of_a_step_beside_it_is_shown(tmp_path: Any) -> None:
     compiled.export(tmp_path / "plan.json")
     assert compiled.communication().time_s == 0
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "plan.json"}
+
+
+def test_plain_values_and_objects_among_arguments_ask_for_no_plans_of_their_own() -> None:
+    def step(x: torch.Tensor, number: int, name: str, about: Any) -> str:
+        return f"{number} {name} {about.batch} {(x * 2).sum().item():.3f}"
+
+    compiled, x = roam.compile(step, python="beside"), torch.ones(4)
+    for number in range(6):
+        about = SimpleNamespace(batch=number)
+        assert compiled(x, number, f"{number}.png", about) == step(
+            x, number, f"{number}.png", about
+        )
+    assert len(compiled.plans) == 1
+    assert compiled.memory().total_bytes > 0  # a call has run by it
 
 
 def test_no_more_kinds_of_calls_have_plans_than_are_asked_for() -> None:

@@ -395,6 +395,49 @@ def test_a_kernel_that_raises_comes_before_changes_that_do_not_need_it() -> None
     assert torch.equal(before, weight)
 
 
+def test_dropout_at_a_constant_rate_orders_nothing() -> None:
+    """Each mask of a deep model would come before each change of a counter or running mean."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)] * 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    count = torch.zeros(())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        count.add_(1)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        count.add_(1)
+        return loss.detach()
+
+    graph = roam.capture(step, torch.rand(2, 4))
+    names = [operator.name for operator in graph.operators]
+    masks = {index for index, name in enumerate(names) if name.startswith("aten.bernoulli")}
+    assert masks
+    assert not [edge for edge in graph.control if edge[0] in masks and edge[1] not in masks]
+
+
+@pytest.mark.parametrize("draw", [torch.Tensor.bernoulli_, lambda x, p: x.normal_(0, p)])
+def test_a_rate_out_of_range_changes_nothing(draw: Callable[..., Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @roam.compile
+    def step(rate: float) -> torch.Tensor:
+        optimizer.zero_grad()
+        noise = draw(torch.empty(64), rate)
+        weight.exp().sum().backward()
+        optimizer.step()
+        return noise
+
+    for rate in (0.5, 0.25, 0.75):
+        step(rate)
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"expects p to be|expects std"):
+        step(-1.0)
+    assert torch.equal(before, weight)
+
+
 def _of(kind: type, **given: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:
     return kind, given
 

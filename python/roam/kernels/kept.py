@@ -21,7 +21,7 @@ import torch
 from roam.disk_cache import build, disk_cache
 from roam.state.code_guards import TOLD_BY
 
-_FORM = 2
+_FORM = 3
 """To be raised whenever signatures, or how findings come about, change their meaning."""
 _MOST = 20_000
 """The most findings of an entry. If there are more, the oldest are dropped."""

@@ -18,19 +18,83 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
-from roam.program.tiles import Cut, part_of
-from roam.program.tiling import VIEWS, Member, Tile, Tiled, makers_of, tiled
+from roam.program.tile_works import add_product
+from roam.program.tiles import blocks_of, part_of
+from roam.program.tiling import SUMS, VIEWS, Member, Part, Tile, Tiled, makers_of, summed, tiled
 
-_KIND = "cuts"
+_KIND, _BLOCKS_KIND = "cuts", "blocks"
 _ROUNDS = 2
 _MOST_ATTEMPTS = 32
 _FEW = 64
 """Denormal elements of a tensor: arithmetic with these takes a hundred times longer."""
 _learned: dict[object, int] = {}
+_THIN = 1 << 21
+"""Elements of a factor of a product whose blocks are looked for."""
 _one_at_a_time = threading.Lock()
 
-Part = tuple[int, Cut, int]
-"""(slot, cut, length) of what has other bits if it is made in parts of a length."""
+
+def other_blocks(program: Program, gone: Collection[int], device: torch.device) -> set[Part]:
+    """Blocks in which products of what is gone do not get the whole's bits.
+
+    Blocks are looked for in a product with few rows, which is quick. What that finds is but a
+    proposal: whether the blocks that are left are right is tried on the real shapes.
+    """
+    asked: dict[object, list[int]] = {}
+    calls = program.calls
+    for index, call in enumerate(calls):
+        if summed(program, call) and any(program.storage_of(slot) in gone for slot in call.refs()):
+            asked.setdefault((signature_of(program, call), settings()), []).append(index)
+    with _one_at_a_time:
+        unknown = asked.keys() - _learned.keys()
+        _learned.update(recall(_BLOCKS_KIND, unknown, device))
+        with kernels_alone(device.type):
+            learned = {
+                key: _exact_blocks(program, calls[asked[key][0]], device)
+                for key in asked
+                if key not in _learned
+            }
+        _learned.update(learned)
+        retain(_BLOCKS_KIND, learned, device)
+    return {
+        (calls[index].outputs[0], None, block)  # type: ignore[misc]
+        for key, indices in asked.items()
+        for index in indices
+        for place, block in enumerate(blocks_of(summed(program, calls[index])))
+        if not _learned[key] >> place & 1
+    }
+
+
+def _exact_blocks(program: Program, call: Call, device: torch.device) -> int:
+    """A bit for each of `blocks_of`: whether a product in such blocks has the whole's bits."""
+    size = summed(program, call)
+    dim, other = SUMS[call.target]
+    rows = max(_THIN // size, 1)
+    factors = []
+    generator = torch.Generator(device).manual_seed(0)
+    for place, ref in enumerate(call.args):
+        meta = program.slots[ref.slot]
+        assert meta is not None
+        shape = list(meta.shape)
+        if place == 0:
+            shape[dim - 1] = min(shape[dim - 1], rows)
+        if len(shape) == 3:
+            shape[0] = min(shape[0], 2)
+        order = sorted(range(len(shape)), key=lambda one, meta=meta: -meta.stride[one])  # type: ignore[misc]
+        made = torch.empty_permuted(shape, order, dtype=meta.dtype, device=device)
+        made.normal_(generator=generator)
+        _make_hostile(made, generator)
+        factors.append(made)
+    left, right = factors
+    whole = torch.matmul(left, right)
+    total = torch.empty_like(whole)
+    found = 0
+    for place, block in enumerate(blocks_of(size)):
+        for start in range(0, size, block):
+            length = min(block, size - start)
+            parts = left.narrow(dim, start, length), right.narrow(other, start, length)
+            add_product(total, start == 0, *parts)
+        found |= (not differ([total], [whole])) << place
+    return found
 
 
 def exactly_tiled(
@@ -40,12 +104,12 @@ def exactly_tiled(
     device: torch.device,
     room_bytes: int | None = None,
 ) -> Tiled | None:
-    """As `tiled`, with nothing but cuts that have been tried and give the same bits.
+    """As `tiled`, with nothing but cuts and blocks that have been tried and give the same bits.
 
     Nothing is tried for which the whole takes more than `room_bytes`; what was tried before needs
     no room.
     """
-    refused: set[Part] = set()
+    refused = other_blocks(program, gone, device)
     trials: list[_Trial] = []
     with _one_at_a_time:
         for _ in range(_MOST_ATTEMPTS):
@@ -95,7 +159,8 @@ def _part(tile: Tile, number: int) -> Part:
         made.number: member for made, member in zip(tile.body.results, tile.members, strict=True)
     }
     member = places.get(number, tile.members[0])
-    return member.slot, member.cut, tile.body.length
+    length = tile.body.block if member.cut is None else tile.body.length
+    return member.slot, member.cut, length
 
 
 def _key(found: Tiled, tile: Tile) -> object:
@@ -285,25 +350,26 @@ class _Trial:
         if made.dim() >= 2:
             made.mul_(1 / made.shape[-1] ** 0.5)
             if self.turn:
-                self._make_hostile(made)
+                _make_hostile(made, self.generator)
         return made
-
-    def _make_hostile(self, made: Tensor) -> None:
-        """Large, zero and denormal rows among ordinary ones, a row whose softmax has denormal
-        elements, and some more denormal elements: few, since they take long.
-        """
-        rows = made.movedim(max(range(made.dim() - 1), key=lambda dim: made.shape[dim]), 0)
-        whole = made.shape[-1] ** 0.5
-        rows[::7] *= 1e3 * whole
-        rows[2::7] = 0
-        if len(rows) > 4:
-            rows[3] *= 16 * whole
-            rows[4] *= 1e-39
-        places = torch.randint(made.numel(), (_FEW,), generator=self.generator, device=self.device)
-        made.put_(places, made.new_full((_FEW,), 1e-40))
 
     def _ignored(self, slot: int) -> int:
         for call in self.found.source.calls:
             if call.name.startswith("aten.nll_loss") and slot in call.refs():
                 return int(call.args[-1] if "forward" in call.name else call.args[5])
         return self.found.extents[slot][0]
+
+
+def _make_hostile(made: Tensor, generator: torch.Generator) -> None:
+    """Large, zero and denormal rows among ordinary ones, a row whose softmax has denormal
+    elements, and some more denormal elements: few, since they take long.
+    """
+    rows = made.movedim(max(range(made.dim() - 1), key=lambda dim: made.shape[dim]), 0)
+    whole = made.shape[-1] ** 0.5
+    rows[::7] *= 1e3 * whole
+    rows[2::7] = 0
+    if len(rows) > 4:
+        rows[3] *= 16 * whole
+        rows[4] *= 1e-39
+    places = torch.randint(made.numel(), (_FEW,), generator=generator, device=made.device)
+    made.put_(places, made.new_full((_FEW,), 1e-40))

@@ -12,6 +12,7 @@ what eager PyTorch raises, or goes on in its `except`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -71,6 +72,9 @@ RAISING: Final = frozenset(
 """Kernels that raise an error for some data, on the CPU: for indices that are out of range, or for
 what an algorithm does not converge on. `tests/tracing/test_data_checks.py` looks for them among all
 of PyTorch's operators."""
+SOUND: Final = {"bernoulli": ("p", 0.0, 1.0), "normal": ("std", 0.0, math.inf)}
+"""Of those, kernels that draw numbers, and raise no error where an argument is a constant of a
+range: a mask of dropout orders nothing."""
 DIVIDING: Final = frozenset(
     f"aten::{name}" for base in ("div", "floor_divide", "fmod", "remainder") for name in (base, f"{base}_")
 )  # fmt: skip

@@ -17,8 +17,8 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
-from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, check_data
-from roam.program.pages import Fetch, Keep, Put
+from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, SOUND, check_data
+from roam.program.pages import Arrived, Fetch, Keep, Left, Put
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
 from roam.state.nests import leaves_of
@@ -42,8 +42,8 @@ class Ref:
     slot: int
 
 
-TRANSFERS = Store, Load, Fetch, Put, Keep
-"""Targets of calls that move tensors between memory and files."""
+TRANSFERS = Store, Load, Fetch, Put, Keep, Arrived, Left
+"""Targets of calls that move tensors between memory and files, or wait for that."""
 ref_to = functools.cache(Ref)
 """Returns the same `Ref` for a slot each time, so that equal calls are quick to recognize."""
 
@@ -449,7 +449,9 @@ class Program:
         if not isinstance(call.target, OpOverload):
             return False
         name = _schema_name(call.target)
-        return name in RAISING or (name in DIVIDING and self._divides_integers(call))
+        if name in DIVIDING:
+            return self._divides_integers(call)
+        return name in RAISING and not _is_sound(call, name)
 
     def _divides_integers(self, call: Call) -> bool:
         """Whether a division is one of integers, by what is in a tensor."""
@@ -527,6 +529,17 @@ class Program:
 @functools.cache
 def _name_of(operator: OpOverload) -> str:
     return str(operator)
+
+
+def _is_sound(call: Call, name: str) -> bool:
+    """Whether a constant of a call that draws numbers says that it raises no error."""
+    argument, least, most = SOUND.get(name.removeprefix("aten::").removesuffix("_"), ("", 0, 0))
+    for place, declared in enumerate(schema_of(call.target).arguments):
+        if declared.name == argument:
+            known = call.args[place] if place < len(call.args) else declared.default_value
+            value = call.kwargs.get(argument, known)
+            return isinstance(value, float | int) and least <= value <= most
+    return False
 
 
 @functools.cache

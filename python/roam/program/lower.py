@@ -24,7 +24,8 @@ from roam.program.ir import TRANSFERS, Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
 from roam.program.offload import Offer, offers, with_offers
 from roam.program.operators import is_ours, is_region
-from roam.program.pages import Fetch, Keep, Pages, Put
+from roam.program.overlap import overlapped, with_overlap
+from roam.program.pages import Arrived, Fetch, Keep, Left, Pages, Put
 from roam.program.paging import Page, pages_of, with_pages
 from roam.program.random_states import with_states
 from roam.program.releases import Release
@@ -126,13 +127,16 @@ class Lowering:
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self.kernel_bytes = workspaces or {}
         self._releases = releases or {}
-        self._times: Mapping[int, int] = times_ns(program)
+        self._times: dict[int, int] = dict(times_ns(program))
         self.timed_calls = 0
         """How many calls have a time that was measured."""
         self._offered: _Offered | None = None
         self.offloaded_bytes = 0
         """What a tier has to hold of the tensors that are offloaded."""
-        self._numbers_before: Sequence[int] = ()
+        self.numbers: Sequence[int] = ()
+        """For each call, its number in the program that calls which move tensors were put into; -1
+        for one of these.
+        """
         self.paged: Pages | None = None
         """The files that tensors lie in before and after the step; None if none does."""
         self._sequence: Sequence[int] = range(len(program.calls))
@@ -201,7 +205,7 @@ class Lowering:
             measured: the calls whose times were measured.
         """
         result = copy.copy(self)
-        result._times = times_ns
+        result._times = dict(times_ns)
         result.timed_calls = sum(index in measured for index in times_ns)
         others = [self.operators[index].name for index in times_ns if index not in measured]
         names = ", ".join(f"{name} ({count})" for name, count in Counter(others).most_common())
@@ -265,26 +269,9 @@ class Lowering:
             time_ns: nanoseconds that it takes to store and load so many bytes: the time of a load.
         """
         found = with_offers(self.program, chosen, tier)
-        result = self._changed(
-            found.program,
-            found.calls,
-            [
-                _placed(self.placed[number], self.program.calls[number], call)
-                if number >= 0
-                else placed(call)
-                if isinstance(call.target, Load)
-                else None
-                for number, call in zip(found.calls, found.program.calls, strict=True)
-            ],
-        )
+        result = self._with_more(found.program, found.calls, placed)
         result._offered = _Offered(self, chosen, tier, placed, time_ns)
         result.offloaded_bytes = found.size_bytes
-        result.timed_calls = self.timed_calls
-        result._times = {
-            place: self._times[number]
-            for place, number in enumerate(found.calls)
-            if number in self._times
-        }
         result._times |= dict.fromkeys(result.stores, 1)
         result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
         return result
@@ -313,38 +300,74 @@ class Lowering:
             time_ns: nanoseconds that it takes to write and read so many bytes.
         """
         found = with_pages(self.program, chosen, pages)
-        result = self._changed(
-            found.program,
-            found.calls,
-            [
-                _placed(self.placed[number], self.program.calls[number], call)
-                if number >= 0
-                else placed(call)
-                if isinstance(call.target, Fetch)
-                else None
-                for number, call in zip(found.calls, found.program.calls, strict=True)
-            ],
-        )
-        result.paged, result.timed_calls = pages, self.timed_calls
-        result._numbers_before = found.calls
-        result._times = {
-            place: self._times[number]
-            for place, number in enumerate(found.calls)
-            if number in self._times
-        }
+        result = self._with_more(found.program, found.calls, placed)
+        result.paged = pages
         result._times |= {
             index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }
         return result
 
-    def number_before(self, index: int) -> int:
-        """The number that a call had in the program that `paging` was asked of; -1 if none."""
-        return self._numbers_before[index]
+    def overlapping(self, room: Sequence[int], placed: Callable[[Call], WritesResults]) -> Lowering:
+        """The same program, in its order, with tensors in files read and written beside the other
+        calls.
+
+        Args:
+            room: for each call, how many bytes may be used while it runs beyond those that are.
+            placed: how a call that reads a tensor writes its result.
+        """
+        call_ns = self.graph(pool=False).times_ns.tolist()
+        moves = set(self.moves)
+        copy_ns = [one if index in moves else 0 for index, one in enumerate(call_ns)]
+        found = with_overlap(self.program, overlapped(self.program, call_ns, copy_ns, room))
+        result = self._with_more(found.program, found.calls, placed)
+        result._times |= dict.fromkeys(result.moves, 1) | found.stalls_ns
+        return result
+
+    def _with_more(
+        self, program: Program, calls: Sequence[int], placed: Callable[[Call], WritesResults]
+    ) -> Lowering:
+        """The lowering of a program that has this one's calls and others, which move tensors.
+
+        Args:
+            program: that program.
+            calls: for each call of that program, its number in this one; -1 if it is new.
+            placed: how a call that reads a tensor writes its result.
+        """
+        is_read = [
+            isinstance(call.target, Fetch) or (number < 0 and isinstance(call.target, Load))
+            for number, call in zip(calls, program.calls, strict=True)
+        ]
+        ways = [
+            placed(call)
+            if reads
+            else None
+            if number < 0
+            else _placed(self.placed[number], self.program.calls[number], call)
+            for number, call, reads in zip(calls, program.calls, is_read, strict=True)
+        ]
+        result = self._changed(program, calls, ways)
+        result.timed_calls, result.numbers = self.timed_calls, calls
+        result._times = {
+            place: self._times[number]
+            for place, number in enumerate(calls)
+            if number in self._times
+        }
+        return result
 
     @property
     def moves(self) -> list[int]:
-        """Numbers of the calls that read tensors from files and write them there."""
+        """Numbers of the calls that read tensors from files and write them there, or begin to."""
         return self.with_target(Fetch, Put, Keep)
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds that the step waits for reading and writing of files, as it is known here."""
+        return sum(self._times[index] for index in (*self.moves, *self.waits)) / 1e9
+
+    @property
+    def waits(self) -> list[int]:
+        """Numbers of the calls that wait until tensors are read from files or written there."""
+        return self.with_target(Arrived, Left)
 
     def moved_bytes(self, index: int) -> int:
         """Bytes that a call reads from a file or writes there."""

@@ -6,6 +6,10 @@ reads or writes it: `state_dict`, an evaluation, an average of weights. A step d
 the map: it reads what it uses into planned memory by `preadv`, and writes what it has changed back
 by `pwrite`, so that a failing disk is an error that can be raised. The system keeps both in step,
 and takes the memory of the map back when it needs it.
+
+Each of these calls copies before it returns, or begins a copy beside the step (`is_beside`). Then
+`Arrived` waits for what was read before its first use, and `Left` for what was written before its
+memory is used again.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from roam.errors import ExecutionError
+from roam.program import copies
 from roam.program.tier import aligned, read, write
 from roam.torch_compat.private import TENSOR_DATA, c_pointer, storage_uses
 
@@ -36,6 +42,14 @@ class _Chunk(mmap.mmap):
     descriptor: int
     address: int
     process: int
+
+    def store(self, tensor: torch.Tensor, offset_bytes: int) -> None:
+        """Writes the bytes of a tensor that fills its storage."""
+        write(self.descriptor, tensor, offset_bytes)
+
+    def load(self, tensor: torch.Tensor, offset_bytes: int) -> None:
+        """Reads the bytes of a tensor that fills its storage."""
+        read(self.descriptor, tensor, offset_bytes)
 
 
 class Pages:
@@ -54,8 +68,10 @@ class Pages:
         """
         self._free = (self._chunk(size_bytes), 0) if size_bytes else None
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor in a file with the bits of a tensor that fills its storage."""
+    def keep(self, tensor: torch.Tensor, *, is_beside: bool = False) -> torch.Tensor:
+        """A new tensor in a file with the bits of a tensor that fills its storage; `is_beside`: it
+        has them when that has been copied.
+        """
         size_bytes = aligned(tensor.numel() * tensor.itemsize)
         if self._free is None or self._free[1] + size_bytes > len(self._free[0]):
             self.reserve(size_bytes)
@@ -63,7 +79,7 @@ class Pages:
         chunk, offset_bytes = self._free
         self._free = (chunk, end) if (end := offset_bytes + size_bytes) < len(chunk) else None
         kept = _tensor(chunk, offset_bytes, tensor)
-        write(chunk.descriptor, tensor, offset_bytes)
+        _do(is_beside, tensor, partial(chunk.store, tensor, offset_bytes))
         return kept
 
     def take_in(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -111,6 +127,29 @@ class Pages:
         return chunk
 
 
+def take_out(tensor: torch.Tensor, name: str) -> None:
+    """Moves a tensor from its file to ordinary memory, if it lies in one. It stays there, and true,
+    where another tensor has the same memory.
+
+    Raises:
+        ExecutionError: the file cannot be read. The tensor stays there.
+    """
+    place = _place_of(tensor)
+    if place is None or not _is_alone(tensor):
+        return
+    chunk, offset_bytes = place
+    inner = TENSOR_DATA.__get__(tensor)
+    moved = torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype)
+    try:
+        chunk.load(moved, offset_bytes)
+    except OSError as error:
+        raise ExecutionError(
+            f"{name} cannot be read from its file: {error}. It stays there; save what can be read",
+            code="failed",
+        ) from error
+    TENSOR_DATA.__set__(tensor, moved)
+
+
 def is_paged(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in a file of this process. A forked process changes no tensors that its
     parent has.
@@ -125,8 +164,12 @@ def is_movable(tensor: object) -> bool:
     """
     if not isinstance(tensor, torch.Tensor) or is_paged(tensor):
         return True
-    is_alone = _holders(tensor) == _holders(torch.empty(1))
-    return is_alone and not tensor.is_inference()
+    return _is_alone(tensor) and not tensor.is_inference()
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else has a tensor's memory."""
+    return _holders(tensor) == _holders(torch.empty(1))
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
@@ -148,7 +191,17 @@ def _place_of(tensor: torch.Tensor) -> tuple[_Chunk, int] | None:
 
 def _tensor(chunk: _Chunk, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
     whole = torch.frombuffer(chunk, dtype=like.dtype, count=like.numel(), offset=offset_bytes)
-    return whole.as_strided(like.shape, like.stride())
+    # A view would hold the tensor that it is a view of, and so a second time the memory.
+    made = torch.empty(0, dtype=like.dtype)
+    return made.set_(whole.untyped_storage(), 0, like.shape, like.stride())
+
+
+def _do(is_beside: bool, tensor: torch.Tensor, work: copies.Work) -> None:
+    """Copies, or begins to."""
+    if is_beside:
+        copies.begin(tensor, work)
+    else:
+        work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +210,13 @@ class Fetch:
 
     Attributes:
         shape, stride, dtype: of the tensor, which fills its storage.
+        is_beside: whether the call only begins to read.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_beside: bool = False
 
     def __call__(self, paged: torch.Tensor) -> torch.Tensor:
         """A new tensor with the same bits."""
@@ -175,14 +230,20 @@ class Fetch:
         if place is None:
             outs[0].copy_(paged)
         else:
-            read(place[0].descriptor, outs[0], place[1])
+            chunk, offset_bytes = place
+            _do(self.is_beside, outs[0], partial(chunk.load, outs[0], offset_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
     """Writes a tensor that the step has changed to where it was before the step; the target of a
     call.
+
+    Attributes:
+        is_beside: whether the call only begins to write.
     """
+
+    is_beside: bool = False
 
     def __call__(self, tensor: torch.Tensor, paged: torch.Tensor) -> None:
         """Autograd learns that the tensor has changed."""
@@ -190,7 +251,8 @@ class Put:
         if place is None:
             paged.copy_(tensor)
         else:
-            write(place[0].descriptor, tensor, place[1])
+            chunk, offset_bytes = place
+            _do(self.is_beside, tensor, partial(chunk.store, tensor, offset_bytes))
             torch.autograd.graph.increment_version(paged)
 
 
@@ -200,10 +262,30 @@ class Keep:
 
     Attributes:
         pages: where.
+        is_beside: whether the call only begins to write.
     """
 
     pages: Pages
+    is_beside: bool = False
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the file, with the same bits."""
-        return self.pages.keep(tensor)
+        return self.pages.keep(tensor, is_beside=self.is_beside)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Waits until a tensor is read; the target of a call."""
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Raises what reading has raised."""
+        copies.wait(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Waits until a tensor is written; the target of a call."""
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Raises what writing has raised."""
+        copies.wait(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any
@@ -22,6 +22,7 @@ from roam.program.ir import (
     substitute,
 )
 from roam.program.operators import UNINITIALIZED
+from roam.state.equality import same
 from roam.state.references import GradientReference, OptimizerReference
 from roam.torch_compat.private import OpOverload
 
@@ -285,6 +286,74 @@ def with_state(
         [(reference, there[reference.path]) for reference, _ in later.referenced],
         [(tensor, slot) for tensor, slot in first.constants if slot in used],
     )
+
+
+def with_numbers(plain: Program, live: Program, values: Mapping[str, Any]) -> Program:
+    """A trace with plain numbers as it is with live ones in their places, where the two do the
+    same.
+
+    If the result equals the other trace, then the step does the same with live numbers as with
+    plain ones, and has been traced twice.
+
+    Args:
+        plain: a trace with plain numbers.
+        live: a trace of the same step with live numbers, or of the first step, which makes the
+            optimizers' state.
+        values: by path, the plain numbers.
+    """
+    slots = list(plain.slots)
+    numbers: dict[int, tuple[int, Any]] = {}
+    """By its slot in `live`, the slot and the value of each number."""
+
+    def add(slot: int, value: Any) -> None:
+        numbers[slot] = len(slots), value
+        slots.append(None)
+
+    def put(value: Any, other: Any) -> Any:
+        if type(value) is Ref and value.slot in numbers:
+            slot, number = numbers[value.slot]
+            return ref_to(slot) if same(number, other) else other
+        if type(value) in (tuple, list) and type(other) is type(value):
+            rest = other[len(value) :]
+            return type(value)([*map(put, value, other), *rest])
+        return other
+
+    referenced, before = list(plain.referenced), len(plain.referenced)
+    places = {reference.path: place for place, (reference, _) in enumerate(plain.referenced)}
+    for reference, slot in reversed(live.referenced):
+        if reference.path in values:
+            add(slot, values[reference.path])
+            referenced.insert(before, (reference, numbers[slot][0]))
+        else:
+            before = places.get(reference.path, before)
+    calls: list[Call] = []
+    moved: dict[int, int] = {}
+    for call in live.calls:
+        is_known = numbers.keys() >= set(call.refs()) and not isinstance(call.target, OpOverload)
+        if is_known and call.refs() and all(_is_number(live, slot) for slot in call.outputs):
+            arguments = [
+                numbers[value.slot][1] if isinstance(value, Ref) else value for value in call.args
+            ]
+            (output,) = call.outputs
+            add(output, call.target(*arguments, **call.kwargs))
+            calls.append(call.renamed(lambda slot: numbers[slot][0]))
+        elif len(moved) < len(plain.calls):
+            other = plain.calls[len(moved)]
+            if other.target is not call.target:
+                continue  # it makes state
+            args, kwargs = put(call.args, other.args), dict(other.kwargs)
+            for key in call.kwargs.keys() & kwargs:
+                kwargs[key] = put(call.kwargs[key], kwargs[key])
+            moved[len(moved)] = len(calls)
+            calls.append(replace(other, args=args, kwargs=kwargs))
+    for old in range(len(moved), len(plain.calls)):
+        moved[old] = len(calls)
+        calls.append(plain.calls[old])
+    return _renumber(replace(plain, slots=slots), calls, moved, referenced, plain.constants)
+
+
+def _is_number(program: Program, slot: int | None) -> bool:
+    return slot is not None and program.slots[slot] is None
 
 
 def _only_makes(call: Call, state: set[int]) -> bool:

@@ -4,13 +4,18 @@ A `Body` is a short program over the parts of tensors that belong to one tile. `
 once for each tile, and every run writes its part of each result. Parts are consecutive intervals
 of one dimension, or of neighbouring dimensions taken as one, so each element is written exactly
 once, and all before the call ends.
+
+A result that is summed over the axis is a *total*. A matrix product sums in blocks, and adds each
+block's sum to what it has. So the tiles of as many elements as the library's own blocks have are
+taken together: what a product reads of them is kept, and then added as one block. The first block
+writes all of a total, every other one adds to it, and nothing reads it before the call ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from roam.program.ir import Ref
+from roam.program.ir import Ref, substitute
+from roam.program.tile_works import less_exponential
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -26,9 +32,10 @@ aten = torch.ops.aten
 Cut = tuple[int, int]
 """First and last of the neighbouring dimensions that are cut as one."""
 
-_ALIGNED = 16
+ALIGNED = 16
 """Tiles have a multiple of so many elements along the axis, where the axis is long enough: kernels
 treat the rest of a division by their vectors' width apart."""
+_LEAST_BLOCK, _MOST_BLOCK = 64, 1025
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class Work:
         returns_sequence: whether it returns several.
         last: numbers of the values that nothing uses afterwards.
         over: the number of its first argument, if the result may take the place of it.
+        adds_to: the place among the body's results of the total to which it adds. It then makes
+            nothing, and gets the total, and whether it is to be written anew, before its arguments.
     """
 
     target: Any
@@ -61,6 +70,7 @@ class Work:
     returns_sequence: bool = False
     last: tuple[int, ...] = ()
     over: int | None = None
+    adds_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +78,30 @@ class Made:
     """A result that exists whole.
 
     Attributes:
-        number: of the value that is a tile's part of it.
-        cut: which of its dimensions are cut.
+        number: of the value that is a tile's part of it; for a total, of the work that adds to it.
+        cut: which of its dimensions are cut; None for a total.
     """
 
     number: int
-    cut: Cut
+    cut: Cut | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is kept of all tiles of a block.
+
+    Attributes:
+        number: of the value that is a tile's part of it.
+        dim: the dimension of it that is cut.
+        shape: with a `Length` for this dimension.
+    """
+
+    number: int
+    dim: int
+    shape: tuple[Any, ...]
     dtype: torch.dtype
 
 
@@ -91,6 +117,10 @@ class Body:
         works: what is called.
         results: what is made.
         flops: floating-point operations of all tiles, by PyTorch's own formulas.
+        block: elements of the axis that are added to totals together; all without totals.
+        held: what is kept until then.
+        closing: what is called for each block once its tiles have run, on the blocks' parts of the
+            inputs and on what is held.
     """
 
     size: int
@@ -99,23 +129,42 @@ class Body:
     works: tuple[Work, ...]
     results: tuple[Made, ...]
     flops: int
+    block: int
+    held: tuple[Held, ...] = ()
+    closing: tuple[Work, ...] = ()
 
     def __post_init__(self) -> None:
-        # Then the tiles' parts of each result are all of it, and no two of them have an element in
-        # common.
+        # The tiles' parts of a result are all of it, and no two of them have an element in common.
+        # To a total one call of each block adds, and nothing reads what that call makes.
+        assert 0 < self.length <= max(self.size, ALIGNED)
+        assert self.length <= self.block
+        adding = [
+            (work.makes[0], work.adds_to) for work in self.closing if work.adds_to is not None
+        ]
+        totals = [(made.number, at) for at, made in enumerate(self.results) if made.cut is None]
+        assert sorted(adding, key=lambda one: one[1]) == totals
+        assert all(work.adds_to is None for work in self.works)
+        numbers = {number for number, _ in totals}
+        assert numbers.isdisjoint(
+            refs_of([(one.args, one.kwargs) for one in (*self.works, *self.closing)])
+        )
         for made in self.results:
-            assert math.prod(made.shape[made.cut[0] : made.cut[1] + 1]) == self.size
-        assert 0 < self.length <= max(self.size, _ALIGNED)
+            if made.cut is not None:
+                assert math.prod(made.shape[made.cut[0] : made.cut[1] + 1]) == self.size
 
     @property
     def tiles(self) -> int:
         """How many there are."""
-        return -(-self.size // self.length)
+        return sum(1 for _ in self.intervals())
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """(first element, number of elements) of each block along the axis."""
+        return _intervals(0, self.size, self.block)
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """(first element, number of elements) of each tile along the axis."""
-        for start in range(0, self.size, self.length):
-            yield start, min(self.length, self.size - start)
+        for start, length in self.blocks():
+            yield from _intervals(start, start + length, self.length)
 
     def run(
         self,
@@ -126,29 +175,99 @@ class Body:
         """Writes all results. `seen` gets the number of each value that is made, the value, and
         where the tile begins and how long it is.
         """
-        for start, length in self.intervals():
-            values: list[Any] = [
-                tensor if cut is None else part_of(tensor, cut, start, length)
-                for tensor, cut in zip(inputs, self.inputs, strict=True)
-            ]
-            values += [None] * sum(len(work.makes) for work in self.works)
+        for first, count in self.blocks():
+            self._block(inputs, outs, first, count, seen)
+
+    def _block(
+        self,
+        inputs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        first: int,
+        count: int,
+        seen: Callable[[int, Any, int, int], None] | None,
+    ) -> None:
+        """Runs the tiles of a block. It is a function so that no name keeps memory afterwards."""
+        held: dict[int, Tensor] = {}
+        if count > self.length:
+            for one in self.held:
+                shape = _filled(one.shape, (), first, count)
+                held[one.number] = inputs[0].new_empty(shape, dtype=one.dtype)
+        for start, length in _intervals(first, first + count, self.length):
+            places = {
+                one.number: held[one.number].narrow(one.dim, start - first, length)
+                for one in self.held
+                if held
+            }
+            values = self._values(inputs, start, length)
             for work in self.works:
-                args = _filled(work.args, values, start, length)
-                kwargs = _filled(work.kwargs, values, start, length)
-                for used in work.last:
-                    values[used] = None
-                made = _called(work, args, kwargs)
-                del args, kwargs
-                for number, value in zip(
-                    work.makes, made if work.returns_sequence else (made,), strict=True
-                ):
-                    if number is not None:
-                        values[number] = value
-                        if seen is not None:
-                            seen(number, value, start, length)
-                del made
+                _work(work, values, start, length, places, seen)
             for result, out in zip(self.results, outs, strict=True):
-                part_of(out, result.cut, start, length).copy_(values[result.number])
+                if result.cut is not None:
+                    part_of(out, result.cut, start, length).copy_(values[result.number])
+        if not self.closing:
+            return
+        if not held:  # one tile is the block
+            held = {one.number: values[one.number] for one in self.held}
+        del places, values
+        values = self._values(inputs, first, count)
+        for one in self.held:
+            values[one.number] = held[one.number]
+        for work in self.closing:
+            if work.adds_to is None:
+                _work(work, values, first, count, {}, None)
+            else:
+                args = _filled(work.args, values, first, count)
+                work.target(outs[work.adds_to], first == 0, *args)
+
+    def _values(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Any]:
+        """Parts of what is given, and room for what is made."""
+        values: list[Any] = [
+            tensor if cut is None else part_of(tensor, cut, start, length)
+            for tensor, cut in zip(inputs, self.inputs, strict=True)
+        ]
+        count = max(
+            (number or 0 for work in (*self.works, *self.closing) for number in work.makes),
+            default=0,
+        )
+        return values + [None] * (count + 1 - len(values))
+
+
+def _intervals(first: int, end: int, length: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, end, length):
+        yield start, min(length, end - start)
+
+
+def _work(
+    work: Work,
+    values: list[Any],
+    start: int,
+    length: int,
+    places: Mapping[int, Tensor],
+    seen: Callable[[int, Any, int, int], None] | None,
+) -> None:
+    """Calls what makes one value or more, into `places` where these have one."""
+    args = _filled(work.args, values, start, length)
+    kwargs = _filled(work.kwargs, values, start, length)
+    for used in work.last:
+        values[used] = None
+    place = None if work.returns_sequence else places.get(work.makes[0])  # type: ignore[arg-type]
+    made = _called(work, args, kwargs, place)
+    del args, kwargs
+    for number, value in zip(work.makes, made if work.returns_sequence else (made,), strict=True):
+        if number is None:
+            continue
+        if number in places and value is not places[number]:
+            value = places[number].copy_(value)
+        values[number] = value
+        if seen is not None:
+            seen(number, value, start, length)
+
+
+def refs_of(value: Any) -> list[int]:
+    """The numbers of all values that arguments refer to."""
+    found: list[int] = []
+    substitute(value, lambda ref: found.append(ref.slot))
+    return found
 
 
 OVER: dict[Any, tuple[Any, str]] = {
@@ -171,16 +290,17 @@ OVER: dict[Any, tuple[Any, str]] = {
         (aten.tanh.default, "out", "out"),
         (aten.tanh_backward.default, "grad_input", "grad_input"),
     )
-}
+} | {less_exponential: (less_exponential, "out")}
 """What may write its result over its first argument, if that has the result's shape and dtype: the
 overload that does, and what it calls the result."""
 
 
-def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a work makes, over its first argument where it can."""
-    if work.over is None:
+def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor | None) -> Any:
+    """What a work makes, in a place or over its first argument where it can."""
+    if work.over is None and (place is None or work.target not in OVER):
         return work.target(*args, **kwargs)
     first = args[0]
+    place = first if place is None else place
     for other in (*args[1:], *kwargs.values()):
         if isinstance(other, Tensor) and other.dim():
             # A tensor of one number has the dtype of the others.
@@ -189,10 +309,13 @@ def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return work.target(*args, **kwargs)
         elif isinstance(other, torch.dtype) and other != first.dtype:
             return work.target(*args, **kwargs)
-    if not first.dtype.is_floating_point or not first.is_contiguous():
+    if not first.dtype.is_floating_point or not place.is_contiguous():
+        return work.target(*args, **kwargs)
+    if place.dtype != first.dtype or place.shape != first.shape:
         return work.target(*args, **kwargs)
     target, name = OVER[work.target]
-    return target(*args, **kwargs, **{name: first})
+    target(*args, **kwargs, **{name: place})
+    return place
 
 
 def lengths_of(size: int, tiles: int) -> list[int]:
@@ -202,9 +325,14 @@ def lengths_of(size: int, tiles: int) -> list[int]:
     found = []
     while tiles > 1:
         length = -(-size // tiles)
-        found.append(length if length < _ALIGNED else -(-length // _ALIGNED) * _ALIGNED)
+        found.append(length if length < ALIGNED else -(-length // ALIGNED) * ALIGNED)
         tiles //= 2
     return found or [size]
+
+
+def blocks_of(size: int) -> range:
+    """Elements of the blocks that are tried as those in which a library may sum so many."""
+    return range(_LEAST_BLOCK, min(size, _MOST_BLOCK), ALIGNED)
 
 
 def part_of(tensor: Tensor, cut: Cut, start: int, length: int) -> Tensor:
@@ -309,8 +437,11 @@ def name_of(body: Body) -> str:
 
 def _told(body: Body) -> Body:
     """The same with names in place of what is called: a function's text has its address."""
-    works = (replace(work, target=_name(work.target)) for work in body.works)
-    return replace(body, works=tuple(works))
+    works, closing = (
+        tuple(replace(work, target=_name(work.target)) for work in those)
+        for those in (body.works, body.closing)
+    )
+    return replace(body, works=works, closing=closing)
 
 
 def _name(target: Any) -> str:

@@ -3,8 +3,10 @@
 A set of tensors is chosen that shall be *gone*. Whatever reads one of them, and makes something
 that stays, is cut into tiles along a dimension of its own result over which it has no sum. For each
 tile, the parts of its arguments are made again from what exists whole: a rule per operator says
-which parts of its arguments a part of its result needs (`RULES`). No sum is ever cut. Whether
-a kernel gives the same bits for a part is not assumed: see `roam.kernels.tiles`.
+which parts of its arguments a part of its result needs (`RULES`). Or it is a matrix product, and
+tiles add to it what they sum (`SUMS`): in blocks as large as those in which the library itself
+adds, so that no sum is ever cut where the library does not cut it. Whether a kernel gives the same
+bits is not assumed, neither for parts nor for blocks: see `roam.kernels.tiles`.
 """
 
 from __future__ import annotations
@@ -16,25 +18,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, ref_to, substitute
 from roam.program.lower import flops_of
 from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
+from roam.program.tile_works import (
+    ELSEWHERE,
+    add_product,
+    labels_from,
+    less_exponential,
+    less_share,
+    pick,
+    row_total,
+)
 from roam.program.tiles import (
+    ALIGNED,
     OVER,
     PICKED,
     TILES,
     Body,
     Cut,
+    Held,
     Length,
     Made,
     Start,
     Work,
+    blocks_of,
     joined,
     lengths_of,
     name_of,
+    refs_of,
 )
 from roam.torch_compat.private import OpOverload
 
@@ -56,6 +70,11 @@ class Uncut(Exception):
         self.storage = storage
 
 
+Part = tuple[int, Cut | None, int]
+"""(slot, cut, length) of a result that is made in parts of a length, or to which blocks of a length
+are added."""
+
+
 @dataclass(slots=True)
 class Member:
     """Something that is made tile by tile.
@@ -63,13 +82,15 @@ class Member:
     Attributes:
         position: of the call that makes it.
         slot: what is made.
-        cut: how.
+        cut: how; None if tiles add to it.
+        size: elements of the axis.
         made: builds a tile's part of it.
     """
 
     position: int
     slot: int
-    cut: Cut
+    cut: Cut | None
+    size: int
     made: Callable[[Builder], int]
 
 
@@ -141,6 +162,17 @@ def makers_of(program: Program) -> dict[int, int]:
     }
 
 
+def summed(program: Program, call: Call) -> int:
+    """Over how many elements a call sums in an order that blocks can have; 0 if it does not."""
+    if call.target not in SUMS or call.kwargs:
+        return 0
+    left, out = (program.slots[slot] for slot in (call.args[0].slot, call.outputs[0]))  # type: ignore[index]
+    # In half precision a kernel sums in single precision, and rounds once.
+    if left is None or out is None or out.dtype not in (torch.float32, torch.float64):
+        return 0
+    return left.shape[SUMS[call.target][0]]
+
+
 def _is_pure(program: Program, call: Call) -> bool:
     return (
         is_ours(call.target)
@@ -160,7 +192,7 @@ def tiled(
     program: Program,
     gone: Collection[int],
     part_bytes: int,
-    refused: Collection[tuple[int, Cut, int]] = frozenset(),
+    refused: Collection[Part] = frozenset(),
 ) -> Tiled | None:
     """The program without some tensors, as far as that is possible; None if none can be left out.
 
@@ -168,7 +200,7 @@ def tiled(
         program: the original program.
         gone: some of its `candidates`; those that cannot be cut stay.
         part_bytes: about as much of the largest of them exists at once.
-        refused: (slot, cut, length) of what has other bits if it is cut so.
+        refused: what has other bits if it is made so.
     """
     left = set(gone)
     program = _with_early_counts(program)
@@ -276,7 +308,7 @@ class _Tiling:
         program: Program,
         gone: set[int],
         part_bytes: int,
-        refused: Collection[tuple[int, Cut, int]],
+        refused: Collection[Part],
     ) -> None:
         self.program, self.gone, self.refused = program, gone, refused
         self.part_bytes = part_bytes
@@ -346,23 +378,28 @@ class _Tiling:
         """
         meta = self.slots[slot]
         assert meta is not None
-        best: tuple[tuple[bool, float, int], Member] | None = None
+        best: tuple[tuple[bool, float, bool, int], Member] | None = None
         blame: Uncut | None = None
-        for cut in _cuts(meta):
-            how = (
-                partial(Builder.made, slot=slot, cut=cut)
-                if make is None
-                else partial(make, cut=cut)
-            )
-            member = Member(index, slot, cut, how)
+        ways: list[Cut | None] = [*_cuts(meta)]
+        size = 0 if make is not None else summed(self.program, self.program.calls[index])
+        if size:
+            ways.append(None)
+        for cut in ways:
+            if cut is None:
+                how = partial(Builder.added, slot=slot)
+            elif make is None:
+                how = partial(Builder.made, slot=slot, cut=cut)
+            else:
+                how = partial(make, cut=cut)
+            member = Member(index, slot, cut, size if cut is None else _size(meta, cut), how)
             kept = self._state()
             try:
-                builder = Builder(self, _size(meta, cut), index)
+                builder = Builder(self, member.size, index)
                 member.made(builder)
-                length = builder.length([(slot, cut)])
-                if length is None:
+                lengths = builder.lengths([(slot, cut)])
+                if lengths is None:
                     raise Uncut
-                cost = builder.is_coarse(length), builder.cost, -builder.size
+                cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, -builder.size
             except Uncut as error:
                 self._restore(kept)
                 if blame is None or blame.storage < 0:
@@ -378,7 +415,7 @@ class _Tiling:
                 blame = Uncut(self.program.storage_of(read))
             raise blame
         # What it needs beside is noted now.
-        best[1].made(Builder(self, _size(meta, best[1].cut), index))
+        best[1].made(Builder(self, best[1].size, index))
         return best[1]
 
     def _state(self) -> Any:
@@ -418,7 +455,7 @@ class _Tiling:
         def make(builder: Builder) -> int:
             part = builder.part(scores.slot, (0, 0))
             label = builder.part(target.slot, (0, 0))
-            return builder.emit(_pick, (Ref(part), Ref(label)))
+            return builder.emit(pick, (Ref(part), Ref(label)))
 
         kept = self._state()
         builder = Builder(self, rows, index)
@@ -427,10 +464,10 @@ class _Tiling:
         except Uncut:
             self._restore(kept)
             raise blame from None
-        if builder.length([(picked, (0, 0))]) is None:
+        if builder.lengths([(picked, (0, 0))]) is None:
             raise blame
         self.extents[target.slot] = (0, classes)
-        self.members.append(Member(index, picked, (0, 0), make))
+        self.members.append(Member(index, picked, (0, 0), rows, make))
         loss = replace(
             call,
             target=PICKED,
@@ -484,7 +521,7 @@ class _Tiling:
                 parts = [
                     Ref(builder.part(slot, cut)) for slot in ((grad,) if is_log else (grad, output))
                 ]
-                return builder.emit(_row_total, tuple(parts))
+                return builder.emit(row_total, tuple(parts))
 
             total = self.new(meta, (*meta.shape[:-1], 1), "totals")
             self.members.append(self._cheapest(index, total, make))
@@ -508,16 +545,15 @@ class _Tiling:
         program = self.program
         groups: list[tuple[int, Builder, list[Member]]] = []
         for member in sorted(self.members, key=lambda member: member.position):
-            meta = self.slots[member.slot]
-            assert meta is not None
-            size = _size(meta, member.cut)
             for position, builder, members in groups:
-                if builder.size != size or not self._joins(builder, position, members, member):
+                if builder.size != member.size or not self._joins(
+                    builder, position, members, member
+                ):
                     continue
                 members.append(member)
                 break
             else:
-                builder = Builder(self, size, member.position)
+                builder = Builder(self, member.size, member.position)
                 groups.append((member.position, builder, [member]))
         for last in reversed(groups[1:]):  # what joined a group may have brought what another needs
             for position, builder, members in groups[: groups.index(last)]:
@@ -534,7 +570,8 @@ class _Tiling:
             if not self._holds(builder, position, members):
                 raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
             body, parts = builder.body(numbers, members)
-            like = program.calls[members[-1].position]
+            of = [program.calls[member.position] for member in reversed(members)]
+            source = next((one.source for one in of if one.source.file), of[0].source)
             call = Call(
                 TILES,
                 ([ref_to(slot) for slot in builder.given()], name_of(body)),
@@ -542,7 +579,7 @@ class _Tiling:
                 tuple(member.slot for member in members),
                 True,
                 program.calls[position].phase,
-                like.source,
+                source,
             )
             added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
         calls: list[Call] = []
@@ -603,7 +640,7 @@ class _Tiling:
             return False
         if before.isdisjoint(alone.again):
             return False
-        if trial.length([(one.slot, one.cut) for one in (*members, member)]) is None:
+        if trial.lengths([(one.slot, one.cut) for one in (*members, member)]) is None:
             return False
         return all(self._made_at(slot) < position for slot in trial.given())
 
@@ -643,6 +680,7 @@ class Builder:
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
         self._metas: list[tuple[tuple[int, ...], int]] = []
+        self._makers: dict[int, Work] = {}
         self._roots: dict[int, int] = {}
         self._fresh: set[int] = set()
         """Values in memory of their own."""
@@ -708,6 +746,51 @@ class Builder:
         self.cost += count + flops * _FLOP_COST
         return number
 
+    def added(self, slot: int) -> int:
+        """The number of a work that adds a block's part of a product to the product."""
+        index = self.tiling.makers[slot]
+        call = self.tiling.program.calls[index]
+        before, self._reader = self._reader, index
+        try:
+            parts = [
+                Ref(self.part(ref.slot, (dim, dim)))
+                for ref, dim in zip(call.args, SUMS[call.target], strict=True)
+            ]
+        finally:
+            self._reader = before
+        number = self.emit(add_product, tuple(parts))
+        self._works[-1] = replace(self._works[-1], adds_to=slot)
+        self._closing([number])
+        flops = flops_of(self.tiling.program, call)
+        self.flops += flops
+        self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
+        return number
+
+    def _closing(self, adding: Sequence[int]) -> tuple[set[int], dict[int, Held]]:
+        """(numbers that are made when a block ends, what is held until then by number), for works
+        that add.
+        """
+        made_of = {number: part for part, number in self.made_parts.items()}
+        closing: set[int] = set()
+        held: dict[int, Held] = {}
+        waiting = list(adding)
+        while waiting:
+            number = waiting.pop()
+            work = self._makers.get(number)
+            if work is None or number in closing or number in held:
+                continue  # an input, or known
+            if number in adding or number in self._roots:
+                closing.update(work.makes)  # type: ignore[arg-type]
+                waiting += refs_of((work.args, work.kwargs))
+            elif number in made_of:
+                slot, cut = made_of[number]
+                meta = self.meta(slot)
+                shape = tuple(_shape(meta, cut))
+                held[number] = Held(number, cut[0], shape, meta.dtype)
+            else:
+                raise Uncut
+        return closing, held
+
     def whole(self, slot: int) -> int:
         """The number of a tensor that a tile sees whole."""
         if self.tiling.is_gone(slot):
@@ -746,6 +829,7 @@ class Builder:
         made = tuple(range(self._count, self._count + count))
         self._count += count
         self._works.append(Work(target, args, kwargs or {}, made, count > 1))
+        self._makers.update(dict.fromkeys(made, self._works[-1]))
         if target in VIEWS or target is aten.reshape.default:
             self._roots.update(dict.fromkeys(made, self._root(args[0].slot)))
         elif target in FRESH or target in OVER:
@@ -766,44 +850,73 @@ class Builder:
         """
         return self.widest_bytes * length > 1.5 * self.tiling.part_bytes
 
-    def length(self, made: Collection[tuple[int, Cut]]) -> int | None:
-        """How much of the axis a tile has: the least at which nothing is known to get other bits;
-        None if there is none.
+    def lengths(self, made: Collection[tuple[int, Cut | None]]) -> tuple[int, int] | None:
+        """(elements of a tile, elements of a block): of those at which nothing is known to get
+        other bits, the least, or those whose block is most like a tile as long as wanted; None if
+        there are none.
 
         Args:
             made: slots that are made, and how they are cut.
         """
-        most = self.widest_bytes * self.size / self.tiling.part_bytes
+        most = math.ceil(self.widest_bytes * self.size / self.tiling.part_bytes)
         refused = self.tiling.refused
-        return next(
-            (
-                length
-                for length in lengths_of(self.size, max(1, min(self.size, math.ceil(most))))
-                if not any((*part, length) in refused for part in (*made, *self.made_parts))
-            ),
-            None,
-        )
+        lengths = lengths_of(self.size, max(1, min(self.size, most)))
+        totals = [slot for slot, cut in made if cut is None]
+        blocks = [self.size]
+        if totals:
+            wanted = lengths[0]
+            blocks = [
+                block
+                for block in blocks_of(self.size)
+                if not any((slot, None, block) in refused for slot in totals)
+            ]
+            blocks.sort(key=lambda block: abs(math.log(block / wanted)))
+        parts = [(slot, cut) for slot, cut in made if cut is not None] + list(self.made_parts)
+        for block in blocks:
+            options = lengths
+            if totals:
+                options = _options(block, wanted)
+            for length in options:
+                if not any((*part, length) in refused for part in parts):
+                    return length, block
+        return None
 
     def body(
         self, numbers: Sequence[int], members: Sequence[Member]
     ) -> tuple[Body, dict[int, tuple[int, Cut]]]:
         """The finished body, and `Tile.parts`."""
-        length = self.length([(member.slot, member.cut) for member in members])
-        if length is None:  # none that suits all
+        lengths = self.lengths([(member.slot, member.cut) for member in members])
+        if lengths is None:  # none that suits all
             raise Uncut(min(self.remade))
         order = {number: place for place, number in enumerate(self._inputs.values())}
         for work in self._works:
             for number in work.makes:
                 assert number is not None
                 order[number] = len(order)
+        totals = {
+            number for number, member in zip(numbers, members, strict=True) if member.cut is None
+        }
+        closed, held = self._closing(list(totals))
+        places = {member.slot: place for place, member in enumerate(members)}
+
+        def numbered(work: Work) -> Work:
+            return replace(
+                work,
+                args=substitute(work.args, lambda ref: Ref(order[ref.slot])),
+                kwargs=substitute(work.kwargs, lambda ref: Ref(order[ref.slot])),
+                makes=tuple(order[number] for number in work.makes if number is not None),
+                adds_to=None if work.adds_to is None else places[work.adds_to],
+            )
+
+        closing = [numbered(work) for work in self._works if not closed.isdisjoint(work.makes)]
         # Works that nobody uses are left out.
-        used = set(numbers)
-        kept = set(map(self._root, numbers))  # whose memory is read later
+        used = {number for number in numbers if number not in totals} | held.keys()
+        kept = set(map(self._root, used))  # whose memory is read later
         works: list[Work] = []
         for work in reversed(self._works):
             if used.isdisjoint(work.makes):
                 continue
-            refs = _refs((work.args, work.kwargs))
+            refs = refs_of((work.args, work.kwargs))
             first = work.args[0] if work.args else None
             over = None
             if isinstance(first, Ref) and work.target in OVER:
@@ -814,27 +927,21 @@ class Builder:
             kept.update(map(self._root, refs))
             last = tuple(order[number] for number in dict.fromkeys(refs) if number not in used)
             used.update(refs)
-            works.append(
-                replace(
-                    work,
-                    args=substitute(work.args, lambda ref: Ref(order[ref.slot])),
-                    kwargs=substitute(work.kwargs, lambda ref: Ref(order[ref.slot])),
-                    makes=tuple(order[number] for number in work.makes if number is not None),
-                    last=last,
-                    over=over,
-                )
-            )
+            works.append(replace(numbered(work), last=last, over=over))
         made = []
         for number, member in zip(numbers, members, strict=True):
             meta = self.meta(member.slot)
             made.append(Made(order[number], member.cut, meta.shape, meta.stride, meta.dtype))
         body = Body(
             self.size,
-            length,
+            lengths[0],
             tuple(cut for _, cut in self._inputs),
             tuple(reversed(works)),
             tuple(made),
             round(self.flops),
+            lengths[1],
+            tuple(replace(one, number=order[number]) for number, one in held.items()),
+            tuple(closing),
         )
         parts = {
             order[number]: (slot, cut)
@@ -844,9 +951,18 @@ class Builder:
         return body, parts
 
 
-def _refs(value: Any) -> list[int]:
-    found: list[int] = []
-    substitute(value, lambda ref: found.append(ref.slot))
+def _options(block: int, wanted: int) -> list[int]:
+    """Lengths of tiles of a block, if two tiles of a wanted length have room at once: one is held
+    for the whole block, and two are worked with. Where the blocks of a library need more room,
+    products are cut along a dimension of their results, which takes more time.
+    """
+    found = []
+    finer = wanted - block // 2
+    if block > wanted and finer >= ALIGNED:
+        each = -(-block // -(-block // finer))
+        found.append(-(-each // ALIGNED) * ALIGNED)
+    if block <= 1.5 * wanted:
+        found.append(block)
     return found
 
 
@@ -870,11 +986,6 @@ def _cuts(meta: TensorMeta) -> list[Cut]:
     return kept
 
 
-def _pick(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The score of each row's label, as a column; of any other where the label is none."""
-    return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
-
-
 VIEWS = frozenset(
     (
         aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
@@ -890,6 +1001,9 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
+
+SUMS = {aten.mm.default: (1, 0), aten.bmm.default: (2, 1)}
+"""The dimensions of the two factors over which a product sums."""
 
 Rule = Callable[[Builder, Call, int, Cut], int]
 RULES: dict[Any, Rule] = {}
@@ -1151,7 +1265,7 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     if call.target is aten._log_softmax.default:
         return builder.emit(aten.sub.Tensor, (less, rest))
     negative = Ref(builder.emit(aten.neg.default, (rest,)))
-    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(_less_exponential, (less,))), negative))
+    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(less_exponential, (less,))), negative))
 
 
 def _off_others(dim: int, cut: Cut) -> None:
@@ -1172,60 +1286,14 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
     _off_others(dim, cut)
     is_log = call.target is aten._log_softmax_backward_data.default
     if is_log:  # before there is the gradient, so that both take the least
-        last = Ref(builder.emit(_less_exponential, (last,)))
+        last = Ref(builder.emit(less_exponential, (last,)))
     first = Ref(builder.part(grad.slot, cut))
     builder.cost += 2 * math.prod(out.shape)  # the totals
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
     total = Ref(builder.whole(builder.tiling.total_of(index)))
     if is_log:  # the kernel rounds once
         return builder.emit(aten.addcmul.default, (first, last, total))
-    return builder.emit(_less_share, (first, last, total))
-
-
-_PIECE_BYTES = 1 << 18
-"""Pieces of rows of about so many bytes are made of what takes memory for itself."""
-
-
-def _row_total(grad: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
-    """The sums of rows of which the gradient of a softmax, or of a log-softmax (whose output is not
-    needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
-    the row, which adds nothing to it, not even a sign of zero.
-    """
-    found = grad.new_empty((*grad.shape[:-1], 1))
-    for rows in _pieces(grad):
-        wide = functional.pad(grad[rows], (0, 1), value=-0.0)
-        if output is None:
-            less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
-        else:
-            ones = functional.pad(output[rows], (0, 1), value=1.0)
-            less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
-        torch.neg(less[..., -1:], out=found[rows])
-    return found
-
-
-def _less_exponential(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The exponential's negative, by the function of the softmax kernels, which is not that of
-    `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
-    """
-    made = torch.empty_like(values) if out is None else out
-    for rows in _pieces(values):
-        wide = functional.pad(values[rows], (0, 1))
-        one = torch.full_like(wide, -0.0)
-        one[..., -1] = 1
-        less = aten._log_softmax_backward_data(one, wide, -1, values.dtype)
-        made[rows].copy_(less[..., :-1])
-    return made
-
-
-def _pieces(tensor: torch.Tensor) -> list[slice]:
-    rows = tensor.shape[0]
-    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
-    return [slice(start, start + each) for start in range(0, rows, each)]
-
-
-def _less_share(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Some columns of the gradient of a softmax."""
-    return (grad - total) * output
+    return builder.emit(less_share, (first, last, total))
 
 
 @_rule(aten.nll_loss_backward.default)
@@ -1247,18 +1315,9 @@ def _nll_loss_backward(builder: Builder, call: Call, place: int, cut: Cut) -> in
     if weight is not None:
         weights = Ref(builder.whole(weight.slot) if of_rows else builder.part(weight.slot, (0, 0)))
     if not of_rows:
-        label = Ref(builder.emit(_labels_from, (label, Start(), Length(), ignored)))
-        ignored = _ELSEWHERE
+        label = Ref(builder.emit(labels_from, (label, Start(), Length(), ignored)))
+        ignored = ELSEWHERE
     return builder.emit(call.target, (own, given, label, weights, reduction, ignored, last))
-
-
-_ELSEWHERE = -100
-
-
-def _labels_from(target: torch.Tensor, start: int, length: int, ignored: int) -> torch.Tensor:
-    """Labels among some columns; `_ELSEWHERE` for others and those that are ignored."""
-    is_here = (target >= start) & (target < start + length) & (target != ignored)
-    return torch.where(is_here, target - start, _ELSEWHERE)
 
 
 @_rule(
@@ -1301,6 +1360,3 @@ def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     builder.tiling.extents[call.args[2].slot] = (0, given.shape[dim])
     parts = Ref(builder.part(call.args[0].slot, cut)), Ref(builder.part(call.args[2].slot, cut))
     return builder.emit(call.target, (parts[0], _dim(dim, cut), parts[1]), call.kwargs)
-
-
-OVER[_less_exponential] = _less_exponential, "out"

@@ -15,6 +15,7 @@ from itertools import count
 
 import torch
 
+from roam.program.barrier import is_barrier
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import is_foreign
 from roam.program.passes import with_calls
@@ -97,7 +98,11 @@ class _Values:
         calls, found = [], False
         for index, call in enumerate(program.calls):
             read = call
-            if self._wanted(call) is not None and self._makes_no_view(index, call):
+            if is_barrier(call.target):
+                # Python holds each of these by itself, and may write to it from now on.
+                for slot in call.refs():
+                    self._value[program.storage_of(slot)] = self._fresh()
+            elif self._wanted(call) is not None and self._makes_no_view(index, call):
                 changed = {program.storage_of(slot) for slot in call.mutates}
                 firsts = {slot: self._first(slot, changed) for slot in call.refs()}
                 read = call.renamed(lambda slot: firsts.get(slot, slot))  # noqa: B023

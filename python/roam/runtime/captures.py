@@ -139,6 +139,10 @@ class Captures(Sequence[Captured[R]]):
         """
         return self._made_once[captured.reason.place] >= MANY and self.is_news(captured)
 
+    def has_run_again(self) -> bool:
+        """Whether a later call has used one of the captures."""
+        return any(captured not in self._once for captured in self._captures)
+
     def has_made(self, place: str) -> bool:
         """Whether a capture was made because of one place, which no later call has used."""
         return self._made_once[place] > 0

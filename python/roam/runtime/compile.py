@@ -43,7 +43,7 @@ from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_byt
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.ranges import Ranges
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
+from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.argument_sizes import ELEMENTS
 from roam.state.equality import Misfit
@@ -322,6 +322,8 @@ class Step:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_measured: bool = False
     ) -> Any:
         call = StepCall(args, kwargs)
+        if is_disabled():
+            self._take_out()
         if not self._runs_beside():
             try:
                 runner = self._runner(call)
@@ -334,7 +336,7 @@ class Step:
         beside = self._beside
         assert beside is not None
         run = beside.measured if is_measured else beside.run
-        return run(args, kwargs, call.kind(self._known.taker))
+        return run(args, kwargs, call.form(self._known.taker))
 
     def _runs_beside(self) -> bool:
         """Whether a call's Python runs beside plans."""
@@ -409,7 +411,9 @@ class Step:
                     "step with arguments like those at capture, or leave on_change= out",
                     code="no_plan_fits",
                 )
-            self._known.taker = self._known.taker.learning(call.args, call.kwargs)
+            self._known.taker = self._known.taker.learning(
+                call.args, call.kwargs, self._known.policies
+            )
             self._check_worth(found)
             capture = self._capture_seen(call, found, known, likely)
             if capture is None:
@@ -598,7 +602,7 @@ class Step:
         """
         call = StepCall(args, kwargs)
         if self._beside is not None:
-            planned = self._beside.planned(call.kind(self._known.taker))
+            planned = self._beside.planned(call.form(self._known.taker))
             if planned is not None:
                 return planned.choice.plan
         found = self._captures.find(call, self._known.taker)
@@ -877,7 +881,8 @@ class Step:
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
-        or sampling. Later calls allocate and record them again.
+        or sampling, and brings parameters and state that lie in files back to ordinary memory
+        (``offload=``). Later calls allocate and record them again, and move them again.
 
         All compiled steps of a process share one pool per device.
         """
@@ -886,6 +891,13 @@ class Step:
                 runner.release()
         if self._beside is not None:
             self._beside.release()
+
+    def _take_out(self) -> None:
+        """Brings what lies in files back to ordinary memory."""
+        if self._options.offload is not None:
+            for captured in self._captures:
+                for runner in captured.runners:
+                    runner.take_out()
 
     def _capture(
         self,
@@ -920,7 +932,8 @@ class Step:
                     answers=answers,
                 )
                 known = [captured.step for captured in self._captures]
-                of_range = self._ranges.capture(capture, known, call)
+                varies = not self._captures.has_run_again()
+                of_range = self._ranges.capture(capture, known, call, varies=varies)
                 step = of_range or capture()
             if answers.guessed and not may_guess:
                 raise Unseen
@@ -996,19 +1009,27 @@ class Step:
         announce()
         timings = self._timings = Timings()
         with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
-            larger = self._ranges.enlarged(captured.step, values)
-            is_real = self._options.tries_kernels or not _has_fakes(larger, call)
-            try:
-                runners = self._planned(larger, timings, is_real=is_real)
-            except (OneLength, PlanError) as error:
-                return Misfit(f"no plan is found for sizes {values} and all smaller ones: {error}")
+            is_real = self._options.tries_kernels or not _has_fakes(captured.step, call)
+            failure: Exception | None = None
+            for larger, effort in self._ranges.larger(captured.step, values):
+                try:
+                    runners = self._planned(larger, timings, is_real=is_real, effort=effort)
+                    break
+                except (OneLength, PlanError) as error:
+                    failure = error
+            else:
+                return Misfit(
+                    f"no plan is found for sizes {values} and all smaller ones: {failure}"
+                )
         seconds = captured.seconds + timings.total_s
         self._captures.replace(
             captured, replace(captured, step=larger, runners=runners, seconds=seconds)
         )
         return self._captures.find(call, self._known.taker, known)
 
-    def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
+    def _planned(
+        self, step: CapturedStep, timings: Timings, *, is_real: bool, effort: Effort = "all"
+    ) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""
         known = [runner for captured in self._captures for runner in captured.runners]
         options = self._options
@@ -1029,6 +1050,7 @@ class Step:
             memory=options.memory,
             keep_checkpoints=options.keep_checkpoints,
             offload=options.offload,
+            effort=effort,
             timings=timings,
         )
         if step.arguments.sizes is not None:

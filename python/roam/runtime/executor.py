@@ -24,6 +24,7 @@ from roam.program import resized
 from roam.program.barrier import is_barrier
 from roam.program.bits import differ
 from roam.program.checks import CheckFailed
+from roam.program.copies import settle
 from roam.program.ir import Call, Program, substitute
 from roam.program.operators import UNINITIALIZED
 from roam.program.pages import Fetch, Keep, Pages
@@ -99,10 +100,9 @@ class Executor:
     ) -> None:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
-        self.generated: GeneratedSource | None = None
-        """What later runs execute. It exists after the first checked run that left out no call, and
-        so has checked all of them.
-        """
+        self.is_checked = False
+        """Whether a checked run has left out no call, and so has checked all of them."""
+        self._generated: GeneratedSource | None = None
         self._plan = plan
         self._streams = streams
         self._proven = proven
@@ -133,9 +133,9 @@ class Executor:
         self._watcher = watcher
         if self._lengths is not None:
             self._lengths.watch(watcher)
-            self.generated = self._lengths.source
-        elif self.generated is not None:
-            self.generated = GeneratedSource(self.bindings, self._plan, self._streams, watcher)
+            self._generated = self._lengths.source
+        else:
+            self._generated = None
 
     def at(self, sizes: tuple[int, ...]) -> None:
         """The next runs have these sizes: the values of `symbols`."""
@@ -155,6 +155,7 @@ class Executor:
             if self._tier is not None:
                 tier, size_bytes = self._tier
                 stack.enter_context(tier.held(size_bytes))
+            stack.callback(settle)
             yield
 
     def run(self, inputs: list[Any]) -> Outgoing:
@@ -205,12 +206,19 @@ class Executor:
         """
         if self._symbols:
             return self._run_resized(inputs)
-        outgoing, is_complete = self._run_by_calls(inputs)
-        if is_complete:
-            self.generated = GeneratedSource(
+        outgoing, self.is_checked = self._run_by_calls(inputs)
+        return outgoing
+
+    @property
+    def generated(self) -> GeneratedSource | None:
+        """What later runs execute; None before the checked run. It is made when it is first asked
+        for, since the plan of a first step seldom runs again.
+        """
+        if self._generated is None and self.is_checked:
+            self._generated = GeneratedSource(
                 self.bindings, self._plan, self._streams, self._watcher
             )
-        return outgoing
+        return self._generated
 
     def parts(self, inputs: list[Any]) -> Generator[list[Any], list[Any], Outgoing]:
         """As `run`, for a program with barriers; the first run is checked. At each barrier it gives
@@ -223,7 +231,7 @@ class Executor:
             result: Outgoing = (yield from outgoing) if isgenerator(outgoing) else outgoing
             return result
         result, _ = yield from self._by_calls(inputs)
-        self.generated = GeneratedSource(self.bindings, self._plan, self._streams, self._watcher)
+        self.is_checked = True
         return result
 
     def _run_by_calls(self, inputs: list[Any]) -> tuple[Outgoing, bool]:
@@ -301,12 +309,12 @@ class Executor:
             proven=self._proven,
         )
         first.watch(self._watcher)
-        outgoing, is_complete = first._run_by_calls(inputs)
+        outgoing, self.is_checked = first._run_by_calls(inputs)
         bindings.refused |= first.bindings.refused
-        if is_complete:
+        if self.is_checked:
             bindings.bind()
             self._lengths = Lengths(bindings, self._plan, self._symbols, self._watcher)
-            self.generated = self._lengths.source
+            self._generated = self._lengths.source
         return outgoing
 
     def _forget(self, step: int, index: int, values: dict[int, Any]) -> None:

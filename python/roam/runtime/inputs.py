@@ -7,11 +7,13 @@ which Python calls functions of C.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from roam.program.effects import held as held_by
 from roam.program.ir import Program
 from roam.state.equality import pattern
 from roam.state.references import ArgumentReference, OptimizerReference
@@ -129,6 +131,33 @@ class Inputs:
         if pattern(list(map(c_pointer, given))) != self._given_sharing:
             return False
         return not any(self._given_changed) or _overlap(given, self._given_changed) is None
+
+
+class Places:
+    """What some references hold at a call. Most of them are inputs, which have been looked up.
+
+    Args:
+        references: of what is asked for.
+        inputs: the references of the inputs, in their order.
+    """
+
+    def __init__(self, references: Sequence[Any], inputs: Sequence[Any]) -> None:
+        known = {id(reference): place for place, reference in enumerate(inputs)}
+        others = [reference for reference in references if id(reference) not in known]
+        known |= {id(other): len(inputs) + place for place, other in enumerate(others)}
+        self._places = [known[id(reference)] for reference in references]
+        self._others = others
+
+    def found(self, held: Sequence[Any], leaves: list[Any]) -> list[Any]:
+        """What they hold.
+
+        Args:
+            held: what the inputs hold.
+            leaves: the call's flattened arguments.
+        """
+        if self._others:
+            held = [*held, *(held_by(other, leaves) for other in self._others)]
+        return list(map(held.__getitem__, self._places))
 
 
 class _Seen:

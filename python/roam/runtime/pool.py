@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from roam.errors import ExecutionError
+from roam.garbage import give_back_freed
 from roam.program.ir import TensorMeta
 from roam.torch_compat.private import c_pointer
 
@@ -136,6 +137,8 @@ class Pool:
             return
         # Nothing in it is needed, so nothing is copied.
         self._storage.resize_(0)
+        if self.device.type == "cpu":
+            give_back_freed()  # what earlier steps took from there lies in the pool now
         try:
             self._storage.resize_(size_bytes)
         except RuntimeError as error:

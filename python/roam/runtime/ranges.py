@@ -12,6 +12,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from roam.program.effects import Rebind
 from roam.program.ir import Program
 from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
-from roam.runtime.strategy import Choice, Options
+from roam.runtime.strategy import Choice, Effort, Options
 from roam.state.argument_sizes import (
     ELEMENTS,
     OFFSET,
@@ -39,7 +40,6 @@ from roam.state.references import ArgumentReference
 from roam.state.sizes import (
     Evaluator,
     Expression,
-    Narrower,
     OneLength,
     Symbols,
     expressions_in,
@@ -57,8 +57,6 @@ attention is computed piece by piece from 32 queries on."""
 _TRIES = 3
 """How often a capture for many sizes is tried. Where a condition on a size decides, it may be that
 none of the earlier captures is on its side."""
-_MOST_NARROWED = 8
-"""How often a capture is tried again for a smaller range."""
 
 
 class Ranges:
@@ -82,6 +80,7 @@ class Ranges:
         self.promises = bool(self._given) and self._is_possible
         """Whether a plan is to hold for the sizes that the user has said, or none is made."""
         self._has_limit = options.memory is not None
+        self._has_bytes = options.memory is not None and options.memory.share is None
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
 
@@ -102,10 +101,11 @@ class Ranges:
         ]
         device = (step.steady or step.first).device  # type: ignore[union-attr]
         alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
-        for least in dict.fromkeys(max(one, sizes.least) for one in _LEAST):
-            if least > min(sizes.captured().values()):
-                break
-            corner = tuple(min(least, most) for most in largest)
+        now = tuple(sizes.captured().values())
+        for least in dict.fromkeys(sizes.raised(_LEAST)):
+            if not is_within(least, now):
+                continue
+            corner = tuple(map(min, least, largest))
             tried = [point for point in points if is_within(corner, point)]
             if all(
                 hold(point)
@@ -121,6 +121,8 @@ class Ranges:
         capture: Callable[..., CapturedStep],
         known: Sequence[CapturedStep],
         call: StepCall,
+        *,
+        varies: bool = False,
     ) -> CapturedStep | None:
         """A capture of a call that holds for other sizes too, if an earlier one differs from it in
         sizes alone. If none is found, a capture of the call alone, or None.
@@ -128,6 +130,7 @@ class Ranges:
         Args:
             capture: captures the call; takes `sized`.
             known: the captures that are kept, the most recent first.
+            varies: whether each call so far had another size. Then larger ones are likely to come.
         """
         if not self._is_possible:
             return None
@@ -143,7 +146,7 @@ class Ranges:
                 continue
             found = None
             try:
-                found = self._captured(capture, before, known, changes, dims, call)
+                found = self._captured(capture, before, known, changes, dims, call, varies=varies)
                 if found.arguments.sizes is not None:
                     return found
                 reason = "it goes another way if sizes may change"
@@ -233,6 +236,8 @@ class Ranges:
         dims: Mapping[int, Mapping[int, _Seen]],
         call: StepCall,
         bounds: Mapping[int, int] | None = None,
+        *,
+        varies: bool = False,
     ) -> CapturedStep:
         """A capture for many sizes that is, at those of an ordinary capture, the same step; or the
         ordinary capture of this call.
@@ -259,70 +264,94 @@ class Ranges:
                 if dim == OFFSET:
                     floors[name] = SHIFT
                     most[name] = changes[place].now.size_bytes // changes[place].itemsize + size.now
-        least = Symbols.LEAST
-        for _ in range(_MOST_NARROWED):
-            symbols = Symbols(values, most, least, floors)
-            of_place = {
-                place: {
-                    dim: symbols.symbols[name].add(symbols.constant(more))
-                    for dim, (name, more) in of.get(place, {}).items()
-                }
-                for place in changes
+        symbols = Symbols(values, most, floors)
+        of_place = {
+            place: {
+                dim: symbols.symbols[name].add(symbols.constant(more))
+                for dim, (name, more) in of.get(place, {}).items()
             }
-            layouts = {
-                place: change.layout(symbols, of_place[place]) for place, change in changes.items()
-            }
-            sized = SizedKernels(
-                symbols,
-                {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
-            )
-            try:
-                step = capture(sized=sized)
-            except CaptureError:
-                if symbols.refused is None:
-                    raise
+            for place in changes
+        }
+        layouts = {
+            place: change.layout(symbols, of_place[place]) for place, change in changes.items()
+        }
+        sized = SizedKernels(
+            symbols,
+            {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
+        )
+        try:
+            step = capture(sized=sized)
+        except CaptureError:
             if symbols.refused is None:
-                sizes = ArgumentSizes(symbols, of_place, layouts, least=least)
-                if not any(_is_same_step(step, one, sizes) for one in known):
-                    # The earlier ones may be on another side of a condition.
-                    here = capture()
-                    if not _is_same_step(step, here, sizes):
-                        return here
-                step.arguments.sizes = sizes
-                if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
-                    raise OneLength("it writes to an argument that is a part of another tensor")
-                if bounds is not None:
-                    sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
-                    return self.enlarged(step, sizes.corners[0])
-                before_now = tuple(earlier.values())
-                if sizes.admits(before_now):
-                    sizes.corners = (sizes.anywhere(before_now),)
-                return self.enlarged(step, tuple(values.values()))
-            if not isinstance(symbols.refused, Narrower):
-                raise symbols.refused
-            most, least = dict(symbols.refused.most), symbols.refused.least
-            if is_given and any(most[name] < size for name, size in seen.items()):
-                raise symbols.refused
-        raise OneLength("the range of its sizes becomes smaller and smaller")
+                raise
+        if symbols.refused is not None:
+            raise symbols.refused
+        if is_given and any(symbols.most[name] < size for name, size in seen.items()):
+            raise OneLength("a kernel goes another way for the largest of these sizes")
+        sizes = ArgumentSizes(symbols, of_place, layouts)
+        if not any(_is_same_step(step, one, sizes) for one in known):
+            # The earlier ones may be on another side of a condition.
+            here = capture()
+            if not _is_same_step(step, here, sizes):
+                return here
+        step.arguments.sizes = sizes
+        if any(_writes_to_parts(one, sizes) for one in (step.first, step.steady)):
+            raise OneLength("it writes to an argument that is a part of another tensor")
+        if bounds is not None:
+            sizes.corners = _corners(sizes, tuple(seen.values()), bounds)
+            return self.enlarged(step, sizes.corners[0])
+        before_now = tuple(earlier.values())
+        if sizes.admits(before_now):
+            sizes.corners = (sizes.anywhere(before_now),)
+        varies = varies and all(len(places) == 1 for places in sizes.beside())
+        return self.enlarged(step, tuple(values.values()), has_more=varies)
 
-    def enlarged(self, step: CapturedStep, values: Sequence[int]) -> CapturedStep:
+    def enlarged(
+        self, step: CapturedStep, values: Sequence[int], *, has_more: bool = False
+    ) -> CapturedStep:
         """The capture at sizes for which it is to be planned: those that are known, and these with
         room for larger ones.
+
+        Args:
+            has_more: whether larger ones are likely to come even if these are not the largest so
+                far. On the CPU there is room for them then.
         """
         sizes = step.arguments.sizes
         assert sizes is not None, "it holds for a range"
         variant = step.steady or step.first
         assert variant is not None, "one of them is there"
         known, values = sizes.corners, sizes.anywhere(values)
-        if not any(is_within(values, corner) for corner in known):
-            new = values
-            if not self._has_limit and not self._given:
-                new = self._with_room(sizes, new, is_cpu=variant.device.type == "cpu")
-                sizes = replace(sizes, enlarged=sizes.enlarged + 1)
-            known = (*(corner for corner in known if not is_within(corner, new)), new)
-        step.arguments.sizes = sizes = replace(sizes, corners=known)
-        of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in known]
-        return replace(step, first=_resized(step.first, of), steady=_resized(step.steady, of))
+        is_exact = self._has_limit or bool(self._given)
+        is_cpu = variant.device.type == "cpu"
+        if not any(is_within(values, corner) for corner in known) or (
+            has_more and is_cpu and not is_exact
+        ):
+            new = values if is_exact else self._with_room(sizes, values, is_cpu=is_cpu)
+            return _planned_for(step, new, has_room=not is_exact)
+        return _planned_for(step)
+
+    def larger(
+        self, step: CapturedStep, values: tuple[int, ...]
+    ) -> Iterator[tuple[CapturedStep, Effort]]:
+        """A capture at larger sizes for which to plan it, these among them, and what is to be done
+        for a plan: first with room for others, so that not every new largest size takes another
+        plan. Within a limit there may be no plan with room; the last are these sizes alone.
+        """
+        if not self._has_limit:
+            yield self.enlarged(step, values), "all"
+            return
+        sizes, variant = step.arguments.sizes, step.steady or step.first
+        assert sizes is not None, "it holds for a range"
+        assert variant is not None, "one of them is there"
+        values = sizes.anywhere(values)
+        if self._has_bytes and variant.device.type == "cpu":
+            room = self._with_room(sizes, values, is_cpu=True)
+            yield _planned_for(step, room, has_room=True), "order"
+        room = self._with_room(sizes, values, is_cpu=False)
+        if room != values and not any(is_within(one, room) for one in sizes.refused):
+            yield _planned_for(step, room, has_room=True), "runs"
+            sizes.refused.add(room)  # since another is asked for
+        yield _planned_for(step, values), "all"
 
     def _with_room(
         self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
@@ -357,6 +386,24 @@ class Ranges:
             if sizes.symbols.hold(found):
                 return found
         return values
+
+
+def _planned_for(
+    step: CapturedStep, new: tuple[int, ...] | None = None, *, has_room: bool = False
+) -> CapturedStep:
+    """The capture at the sizes for which it is to be planned: those that are known, and new
+    ones.
+    """
+    sizes = step.arguments.sizes
+    assert sizes is not None, "it holds for a range"
+    if new is not None:
+        known = (*(corner for corner in sizes.corners if not is_within(corner, new)), new)
+        sizes = replace(sizes, corners=known, enlarged=sizes.enlarged + has_room)
+    arguments = copy(step.arguments)
+    arguments.sizes = sizes
+    of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in sizes.corners]
+    first, steady = _resized(step.first, of), _resized(step.steady, of)
+    return replace(step, first=first, steady=steady, arguments=arguments)
 
 
 def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes) -> bool:
@@ -469,11 +516,14 @@ def _corners(
         for corner in corners:
             values = list(corner)
             # As the one size grows, the other falls.
-            for value in range(sizes.least, corner[others[0]] + 1) if others else (corner[last],):
+            firsts = (
+                range(sizes.least[others[0]], corner[others[0]] + 1) if others else (corner[last],)
+            )
+            for value in firsts:
                 values[others[0] if others else last] = value
-                while values[last] >= sizes.least and count(*values)[0] > bound:
+                while values[last] >= sizes.least[last] and count(*values)[0] > bound:
                     values[last] -= 1
-                if values[last] >= sizes.least:
+                if values[last] >= sizes.least[last]:
                     rest = [size for at, size in enumerate(values) if at not in others]
                     found[tuple(rest)] = tuple(values)
         corners = list(found.values())

@@ -17,6 +17,7 @@ from roam.distributed.ddp import unsupported
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
+from roam.program import copies
 from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
 from roam.program.effects import (
@@ -32,11 +33,12 @@ from roam.program.effects import (
 )
 from roam.program.gradient_lifetime import used_gradients
 from roam.program.ir import Call, ComputedGuard, Joined, Program, TensorMeta
+from roam.program.pages import take_out
 from roam.program.resized import guards_with, numbers_at
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
-from roam.runtime.inputs import Inputs
+from roam.runtime.inputs import Inputs, Places
 from roam.runtime.log import logger
 from roam.runtime.memory_profiler import MemoryTrace, measure_peak
 from roam.runtime.memory_report import StepMemory
@@ -49,7 +51,7 @@ from roam.state.arguments import Taker
 from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
 from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Misfit, changed, same, show
-from roam.state.freed_gradients import lacks, note_freed, note_reset
+from roam.state.freed_gradients import Notes, gradients_left, lacks, note_freed
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -76,6 +78,8 @@ from roam.tracing.numbers.rng import watched
 from roam.tracing.step import Variant
 
 _GRADIENT: Final = operator.attrgetter("grad")
+Gradients = list[tuple[Any, Any]]
+"""Parameters, each with a gradient from before the step that nothing reads."""
 
 
 class PartialUpdate(Exception):
@@ -166,15 +170,17 @@ class Runner:
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {reference.path for reference in self._references}
         self._consumed: list[Any] = []
-        self._ignored: list[tuple[Callable[[], Any], bool]] = []
-        """What finds each parameter whose gradient nothing reads, and whether the plan frees it."""
-        ignored = set()
+        dropped = []
         for drop in program.of(Drop):
             if drop.reference.path in used or isinstance(drop.reference, ArgumentReference):
                 self._consumed.append(drop.reference)
             else:
-                self._ignored.append((getter(drop.reference.parameter), drop.frees))
-                ignored.add(id(drop))
+                dropped.append(drop)
+        self._dropped = [drop.reference.parameter for drop in dropped]
+        """Parameters whose gradients nothing reads."""
+        self._parameters = Places(self._dropped, self._references)
+        self._notes = Notes([drop.frees for drop in dropped])
+        ignored = set(map(id, dropped))
         self._effects = sorted(
             (
                 (place, effect)
@@ -195,22 +201,12 @@ class Runner:
             if isinstance(effect, Skip)
         ]
         histories = [*program.result.histories, *(one.history for one in program.of(Rebind))]
-        sources = {
-            reference.path: reference
+        self._sources = {
+            id(history): Places(history, self._references)
             for history in histories
             if history != "leaf" and history != "none"
-            for reference in history
         }
-        self._given = {
-            path: reference
-            for path, reference in sources.items()
-            if isinstance(reference, ArgumentReference)
-        }
-        self._sources = {
-            path: getter(reference)
-            for path, reference in sources.items()
-            if path not in self._given
-        }
+        """What each history leads to, by the history's identity."""
         self._has_checks = any(call.is_check for call in program.calls)
         self._may_be_left = self._has_checks or any(
             call.source.is_tried and program.may_raise(call) for call in program.calls
@@ -296,7 +292,7 @@ class Runner:
         guarded = list(map(held.__getitem__, self._guarded))
         if (failure := self.state_guard.failure(guarded, entries)) is not None:
             return failure
-        call.inputs = list(map(local_of, held)) if has_dtensors(held) else held
+        call.held, call.inputs = held, list(map(local_of, held)) if has_dtensors(held) else held
         call.misfit = (
             self._rate_failure(call.inputs)
             or self._sharing_failure(call.inputs)
@@ -440,12 +436,12 @@ class Runner:
             leaves = call.taken(self._taker).leaves
             if self._sizes is not None:
                 self._executor.at(self._sizes.values(leaves))
-            call.inputs = []  # what nothing else holds is freed after its last use
             found = [effect.look_up(leaves) for _, effect in self._effects]
-            sources = {path: get() for path, get in self._sources.items()}
-            sources |= {path: reference.find(leaves) for path, reference in self._given.items()}
+            sources = {key: one.found(call.held, leaves) for key, one in self._sources.items()}
+            parameters = self._parameters.found(call.held, leaves)
+            call.held, call.inputs = [], []  # what nothing else holds is freed after its last use
         inputs += [tensor for tensor, _ in program.constants]
-        kept = self._left_gradients() if self._may_be_left else []
+        left = gradients_left(parameters)
         if misfit is not None:
             raise Declined(misfit)
         if self.choice.pages is not None:
@@ -453,7 +449,7 @@ class Runner:
                 self.choice.pages.take_in([(path, inputs[place]) for path, place in self._paged])
         with interrupts_wait():
             with (
-                self._together(),
+                self._together(left),
                 self._undisturbed(),
                 self._executor.held(),
                 self._kernels_alone(),
@@ -462,9 +458,9 @@ class Runner:
                 drawn = [generator.clone_state() for generator in self._generators]
                 try:
                     run = (
-                        self._executor.run_checked
-                        if self._executor.generated is None
-                        else self._executor.run
+                        self._executor.run
+                        if self._executor.is_checked
+                        else self._executor.run_checked
                     )
                     result, given = run(inputs)
                 except KeyboardInterrupt:
@@ -474,13 +470,12 @@ class Runner:
                     if self._groups:
                         leave(self._sequences, str(error))
                     failure = self._failed(error, drawn)
-                    for parameter, gradient in kept if isinstance(failure, Declined) else ():
+                    for parameter, gradient in left if isinstance(failure, Declined) else ():
                         parameter.grad = gradient
                     if failure is error:
                         raise
                     raise failure from error
-                for get, frees in self._ignored:
-                    (note_freed if frees else note_reset)(get())
+                self._notes.note(parameters)
                 histories, joins = Histories(sources), self._joins(leaves)
                 for place, layout in program.result.joined.items():
                     result[place] = joins(result[place], layout)
@@ -534,7 +529,7 @@ class Runner:
         return whole
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self, left: Gradients) -> Iterator[None]:
         """Around a run: sees to it that all ranks launch the same collectives, and makes room. If
         anything fails, the other ranks are told.
         """
@@ -543,7 +538,7 @@ class Runner:
                 with interrupts_allowed():
                     begin(self._sequences, is_new=not self._has_begun)
                 self._has_begun = True
-            self._make_room()
+            self._make_room(left)
             yield
 
     @contextmanager
@@ -561,7 +556,7 @@ class Runner:
         """Around a run that draws random numbers, or watches who draws them: keeps others from
         doing either.
         """
-        return watched if self._draws or self._executor.generated is None else nullcontext()
+        return watched if self._draws or not self._executor.is_checked else nullcontext()
 
     @contextmanager
     def watched(self) -> Iterator[PlannedValues]:
@@ -577,7 +572,7 @@ class Runner:
         """The result of a run by the plan; `memory` then tells what it took."""
         # What a run does first, and what outlasts it, does not count as its own.
         with self._telling():
-            self._make_room()
+            self._make_room(self._left_gradients())
             with self._executor.held():
                 held_bytes = 0 if self._pool is None else self._pool.nbytes
         with self._timed() as stopwatch:
@@ -603,7 +598,7 @@ class Runner:
         would tell: on CUDA, and in a first run, which checks every call.
         """
         again = self.choice.recomputation
-        if again is None or self._device.type != "cpu" or self._executor.generated is None:
+        if again is None or self._device.type != "cpu" or not self._executor.is_checked:
             yield None
             return
         transfers = () if again.offloaded is None else again.offloaded.calls
@@ -619,9 +614,7 @@ class Runner:
         # The plan does not contain gradients that the last step left, and eager PyTorch keeps them
         # until the step drops them.
         left_bytes = self._entering_bytes() + sum(
-            local_of(gradient).untyped_storage().nbytes()
-            for _, gradient in self._left_gradients()
-            if gradient is not None
+            local_of(gradient).untyped_storage().nbytes() for _, gradient in self._left_gradients()
         )
         self._give_buckets_back()  # eager PyTorch needs them, so they are to count
         trace = measure_peak(work, device=self._device.type)
@@ -634,21 +627,21 @@ class Runner:
         )
         return trace.value
 
-    def _left_gradients(self) -> list[tuple[Any, Any]]:
+    def _left_gradients(self) -> Gradients:
         """Parameters with the gradients from before the step that nothing reads."""
-        return [(parameter, parameter.grad) for parameter in [get() for get, _ in self._ignored]]
+        return gradients_left([reference.get() for reference in self._dropped])
 
     def _entering_bytes(self) -> int:
         """Memory from before the step that dies in it, since its tensors are given other data."""
         return sum(self._program.storages[number].size_bytes for number in self._program.entering)
 
-    def _make_room(self) -> None:
+    def _make_room(self, left: Gradients) -> None:
         """Frees what only eager PyTorch keeps from one step to the next."""
-        for get, _ in self._ignored:
-            parameter = get()
-            if parameter.grad is not None:
-                parameter.grad = None
-                note_freed(parameter)  # unless the run is done
+        for parameter, _ in left:
+            parameter.grad = None
+            note_freed(parameter)  # unless the run is done
+        if not self._may_be_left:
+            left.clear()
         self._give_buckets_back()
 
     def _give_buckets_back(self) -> None:
@@ -668,10 +661,22 @@ class Runner:
         ]
         return held if text is None else [*held, text.source, text.steps]
 
+    def take_out(self) -> None:
+        """Brings what lies in files of this plan back to ordinary memory, until the next run."""
+        program = self._program
+        given = [(reference, program.storage_of(slot)) for reference, slot in program.referenced]
+        left = [(one.reference, program.storage_of(one.slot)) for one in program.of(Rebind)]
+        for reference, number in (*given, *left):
+            if number >= 0 and program.storages[number].is_paged:
+                tensor = reference.get()
+                if isinstance(tensor, torch.Tensor):
+                    take_out(tensor, reference.path)
+
     def release(self) -> None:
         """Gives the pool, what a CUDA graph holds, and the room on the disk back until the next
-        run.
+        run, and brings tensors back that lie in files.
         """
+        self.take_out()
         self._executor.forget_graph()
         if self._pool is not None:
             self._pool.release()
@@ -694,6 +699,7 @@ class Runner:
     def _failed(self, error: Exception, drawn: list[torch.Generator]) -> Exception:
         """What to raise for an error of a run."""
         settle()  # until then, collectives under way use memory of the run's
+        copies.settle()
         failure = self._executor.failure(error)
         if failure is None:
             return self._left_at_size(error) or error

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.tiles import exactly_tiled
+from roam.kernels.tiles import exactly_tiled, other_blocks
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import block_ns, placed_load, time_ns
@@ -42,7 +42,8 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Tiled, candidates, tiled
+from roam.program.tiling import Part, Tiled, candidates, tiled
+from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
 from roam.runtime.estimate import Estimator
@@ -53,6 +54,9 @@ from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 from roam.tracing.step import Variant
 
+Effort = Literal["order", "runs", "all"]
+"""What may be done to keep within a limit: nothing but order and layout, running calls again, or
+also running them tile by tile."""
 MAX_PLANS = 64
 """Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""
 WORTH = 0.02
@@ -87,6 +91,8 @@ that to a plan."""
 _MOST_TRIES = 4
 """How often is chosen which tensors stay in memory; each time with the room that the last plan has
 left."""
+_SPARE = 64
+"""The first part of a limit that is left free if copies beside the step have no room."""
 _PARTS = (2, 4, 8, 16, 32, 64)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
@@ -215,6 +221,7 @@ class Choice:
         recomputation: what runs again; None if nothing has to. If something does, each call of
             `program` is one run of a call of the captured step.
         pages: the files that tensors lie in before and after the step; None if none does.
+        plain: the way of the least total where a limit asks for another; None elsewhere.
         least_moved_bytes: what a step in this order reads and writes of these at least; 0 if that
             is not known.
         cuts: what runs tile by tile; None if nothing does.
@@ -239,6 +246,7 @@ class Choice:
     pages: Pages | None = None
     least_moved_bytes: int = 0
     cuts: Cuts | None = None
+    plain: Choice | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -314,6 +322,7 @@ def choose(
     keep_checkpoints: bool = False,
     offload: Path | None = None,
     undoes: bool = False,
+    effort: Effort = "all",
     timings: Timings | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
@@ -338,6 +347,7 @@ def choose(
             is run again as written. If not, the plan chooses what is.
         offload: with a limit, the folder of a file that tensors may be offloaded to.
         undoes: whether a first run copies all arguments that it changes, to undo a failure.
+        effort: what may be done to keep within a limit.
         timings: what this takes is added to it.
 
     Raises:
@@ -377,6 +387,7 @@ def choose(
                 keep_checkpoints,
                 offload,
                 undoes,
+                effort,
                 timings,
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
@@ -386,16 +397,29 @@ def choose(
             choosers.append(chooser)
         if memory is None:
             return [chooser.plain for chooser in choosers]
-        limit_bytes = memory.in_bytes(max(chooser.needed_bytes for chooser in choosers))
+        needed_bytes = max(chooser.needed_bytes for chooser in choosers)
+        limit_bytes = memory.in_bytes(needed_bytes)
+        if effort == "order" and needed_bytes > limit_bytes:
+            raise PlanError(
+                f"in the best order that was found the step takes {needed_bytes} bytes, and {limit_bytes} are allowed",
+                code="memory_limit_not_found",
+            )
         refusal: PlanError | None = None
         choices = []
         for chooser in choosers:
             for _ in range(_MOST_LIMITS):
                 try:
-                    choices.append(chooser.within(limit_bytes))
+                    within = chooser.within(limit_bytes)
+                    if within.recomputation is not None or within.cuts is not None:
+                        within = replace(within, plain=chooser.plain)
+                    choices.append(within)
                     break
                 except PlanError as error:
-                    if not error.code.startswith("memory_") or chooser.is_untried:
+                    if (
+                        effort != "all"
+                        or not error.code.startswith("memory_")
+                        or chooser.is_untried
+                    ):
                         raise
                     refusal = refusal or error
                     least_bytes = error.least_bytes or chooser.needed_bytes
@@ -446,6 +470,7 @@ class _Chooser:
         keeps_checkpoints: bool,
         offload: Path | None,
         undoes: bool,
+        effort: Effort,
         timings: Timings,
     ) -> None:
         self._variant = variant
@@ -456,6 +481,7 @@ class _Chooser:
         self._keeps_checkpoints = keeps_checkpoints
         self._tier = None if offload is None else Tier.of(offload)
         self._undoes = undoes
+        self._effort = effort
         self._timings = timings
         self._enough_bytes = 0
         self._is_tight = False
@@ -470,7 +496,8 @@ class _Chooser:
         program = variant.program
         taken = self._workspaces(program, variant.placed) if self._is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
-        searched = [one for one in earlier if one.is_searched]
+        plain = (one.plain or one for one in earlier)
+        searched = [one for one in plain if one.is_searched]
         written_before, before = self._lowered_before(searched)
         written = self._written(taken, written_before)
         eager_graph = variant.graph if written is None else written.graph()
@@ -580,7 +607,7 @@ class _Chooser:
     def _cuts(self) -> bool:
         """Whether operators may be cut into tiles."""
         is_tried = self._is_real and self._variant.device.type == "cpu"
-        return is_tried and self._streams == 1 and self._tier is None
+        return is_tried and self._effort == "all" and self._streams == 1 and self._tier is None
 
     def _tiled_within(self, limit_bytes: int) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is
@@ -593,56 +620,75 @@ class _Chooser:
         reached_bytes, misses = self.plain.total_bytes, 0
         for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
-            estimate = self._parts(program, gone, most, limit_bytes)
-            if estimate is None:
+            with self._trying():
+                refused = other_blocks(program, gone, device)
+            estimates = self._parts(program, gone, most, limit_bytes, refused)
+            if not estimates:
                 continue
-            total_bytes, parts = estimate
-            if limit_bytes < total_bytes > _WORTH_TILES * reached_bytes:
+            if limit_bytes < estimates[-1][0] > _WORTH_TILES * reached_bytes:
                 misses += 1
                 if misses == _MOST_MISSES:
                     break
                 continue
-            with self._trying():
-                found = exactly_tiled(
-                    program, gone, most // parts, device, available_bytes(device, 0)
-                )
-            if found is None:
-                continue
-            choice, lowering = self._way_by_tiles(found)
-            reached_bytes, misses = min(reached_bytes, choice.total_bytes), 0
-            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
-            if choice.total_bytes > left_bytes:
-                prepared = self._prepared(lowering, left_bytes)
-                try:
-                    choice = self._within(left_bytes, prepared, choice, self._pool)
-                except PlanError as error:
-                    if not error.code.startswith("memory_"):
-                        raise
-                    continue
-            return self._with_cuts(choice, found, lowering)
+            reached_bytes, misses = min(reached_bytes, estimates[-1][0]), 0
+            best: Choice | None = None
+            for _, parts in estimates:
+                choice = self._with_tiles(program, gone, most // parts, limit_bytes)
+                if choice is not None and (best is None or _extra_s(choice) < _extra_s(best)):
+                    best = choice
+                if best is not None and _extra_share(best) < _LITTLE:
+                    break
+            if best is not None:
+                return best
         return None
 
-    def _parts(
-        self, program: Program, gone: set[int], most_bytes: int, limit_bytes: int
-    ) -> tuple[int, int] | None:
-        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
-        limit, if all cuts are exact, or after which number smaller ones save almost nothing; None
-        if nothing can be cut.
-        """
-        best: tuple[int, int] | None = None
-        for parts in _PARTS:
-            found = tiled(program, gone, most_bytes // parts)
-            if found is None:
+    def _with_tiles(
+        self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
+    ) -> Choice | None:
+        """A plan within a limit with parts of a size of some tensors; None if none is found."""
+        device = self._variant.device
+        with self._trying():
+            found = exactly_tiled(program, gone, part_bytes, device, available_bytes(device, 0))
+        if found is None:
+            return None
+        choice, lowering = self._way_by_tiles(found)
+        left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+        if choice.total_bytes > left_bytes:
+            prepared = self._prepared(lowering, left_bytes)
+            try:
+                choice = self._within(left_bytes, prepared, choice, self._pool)
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
                 return None
+        return self._with_cuts(choice, found, lowering)
+
+    def _parts(
+        self,
+        program: Program,
+        gone: set[int],
+        most_bytes: int,
+        limit_bytes: int,
+        refused: Collection[Part],
+    ) -> list[tuple[int, int]]:
+        """(total, parts): into how many parts the largest tensors have to be cut to keep within a
+        limit, if all cuts are exact, or after which number smaller ones save almost nothing; before
+        it, the most parts that take fewer operations. Empty if nothing can be cut.
+        """
+        best: dict[int, tuple[int, int]] = {}
+        for parts in _PARTS:
+            found = tiled(program, gone, most_bytes // parts, refused)
+            if found is None:
+                break
             choice, _ = self._way_by_tiles(found)
             if self._untried is not None:  # smaller ones may have room
                 continue
-            if best is not None and choice.total_bytes > _WORTH_TILES * best[0]:
+            if best and choice.total_bytes > _WORTH_TILES * min(best.values())[0]:
                 break
-            best = choice.total_bytes, parts
+            best[sum(tile.body.flops for tile in found.tiles)] = choice.total_bytes, parts
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 break
-        return best
+        return list(best.values())
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
@@ -866,7 +912,7 @@ class _Chooser:
             transfer_ns,
         )
         order = self._planned(spread.graph(pool=False), 0).order
-        listed = [index for place in order if (index := spread.number_before(int(place))) >= 0]
+        listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
         lowering = lowering.expanded(listed)
         pages = paged_of(lowering)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
@@ -874,64 +920,34 @@ class _Chooser:
         live = lowering.live_bytes(numbers)
         ways = [page.ways(len(live)) for page in pages]
 
-        def planned(
-            paged: Lowering, least_bytes: int, *, is_ordered: bool
-        ) -> tuple[Choice, Lowering]:
-            """With tensors in files."""
-            of = partial(
-                Choice,
-                paged.program,
-                cast(list[Placed | None], paged.placed),
-                eager_graph=best.eager_graph,
-                eager_bytes=best.eager_bytes,
-                kernel_bytes=best.kernel_bytes,
-                checks_bytes=best.checks_bytes,
-                pages=files,
-                least_moved_bytes=least_bytes,
-            )
-            choice = self._best_way(paged, of, pool, best.eager_bytes, is_ordered=is_ordered)
-            call_ns, moves = choice.graph.times_ns, paged.moves
-            moves_s = float(call_ns[moves].sum()) / 1e9
-            again = Recomputation(
-                runs=0,
-                calls=frozenset(moves),
-                extra_s=moves_s,
-                step_s=float(call_ns.sum()) / 1e9 - moves_s,
-                least_extra_s=None,
-                floor_bytes=None,
-                timed_calls=paged.timed_calls,
-                modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
-            )
-            totals = (*best.totals, ("keeping tensors in files", choice.total_bytes))
-            return replace(choice, totals=totals, recomputation=again), paged
+        plans = self._paging(limit_bytes, replace(best, pages=files), pool)
+
+        def chosen(slack_bytes: int) -> tuple[residency.Found, Lowering]:
+            """What a step keeps in memory with so many bytes more than were estimated."""
+            room = [limit_bytes + slack_bytes - one for one in live]
+            found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
+            cuts = [some[one][1] for some, one in zip(ways, found.ways, strict=True)]
+            kept = [(page, cut) for page, cut in zip(pages, cuts, strict=True) if cut is not None]
+            return found, lowering.paging(kept, files, placed_load, transfer_ns)
 
         best_found: tuple[Choice, Lowering] | None = None
         slack_bytes = 0  # the room was estimated; a plan tells how much there is
         for _ in range(_MOST_TRIES if live else 0):
-            room = [limit_bytes + slack_bytes - one for one in live]
-            found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
+            found, paged = chosen(slack_bytes)
             if found.most_over_bytes:
                 if slack_bytes < 0:
                     break
                 slack_bytes += found.most_over_bytes
                 continue
-            chosen = [
-                (page, some[one][1])
-                for page, some, one in zip(pages, ways, found.ways, strict=True)
-            ]
-            paged = lowering.paging(
-                [(page, cuts) for page, cuts in chosen if cuts is not None],
-                files,
-                placed_load,
-                transfer_ns,
-            )
-            tried = planned(paged, found.least_bytes, is_ordered=True)
-            is_better = best_found is None or _extra_s(tried[0]) < _extra_s(best_found[0])
-            if tried[0].total_bytes <= limit_bytes and is_better:
-                best_found = tried
-            left_bytes = limit_bytes - tried[0].total_bytes
+            choice = plans.waiting(paged, found.least_bytes, is_ordered=True)
+            is_better = best_found is None or _extra_s(choice) < _extra_s(best_found[0])
+            if choice.total_bytes <= limit_bytes and is_better:
+                best_found = choice, paged
+            left_bytes = limit_bytes - choice.total_bytes
             slack_bytes += left_bytes if best_found is None or left_bytes > 0 else left_bytes // 2
-        return best_found or planned(spread, 0, is_ordered=False)
+        if best_found is None:
+            return plans.waiting(spread, 0, is_ordered=False), spread
+        return plans.overlapped(*best_found), best_found[1]
 
     def _offloading(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
@@ -1052,7 +1068,7 @@ class _Chooser:
             extra_s += offloaded.transfers_s - ran.graph.times_ns[list(loads)].sum() / 1e9
         name = "pool" if uses_pool else "allocator"
         how = "running operators again" if offloaded is None else "offloading tensors"
-        return replace(
+        choice = replace(
             best,
             program=ran.lowering.program,
             placed=cast(list[Placed | None], ran.lowering.placed),
@@ -1074,6 +1090,27 @@ class _Chooser:
                 offloaded=offloaded,
             ),
         )
+        if not moves:
+            return choice
+        listed = [int(index) for index in ran.plan.order]
+        ordered = ran.lowering.expanded(listed)
+        plans = self._paging(limit_bytes, choice, self._pool)
+        beside = plans.overlapped(_renumbered(choice, listed), ordered)
+        return choice if beside.program is choice.program else beside
+
+    def _paging(self, limit_bytes: int, best: Choice, pool: bool | None) -> _Paging:
+        """What plans steps with tensors in files as `best` says."""
+        of = partial(
+            Choice,
+            eager_graph=best.eager_graph,
+            eager_bytes=best.eager_bytes,
+            kernel_bytes=best.kernel_bytes,
+            checks_bytes=best.checks_bytes,
+            pages=best.pages,
+            totals=best.totals,
+        )
+        way = partial(self._best_way, pool=pool, eager_bytes=best.eager_bytes)
+        return _Paging(limit_bytes, of, way)
 
     def _or(self, lowering: Lowering) -> str:
         """What else can be done where no plan keeps within a limit."""
@@ -1288,6 +1325,103 @@ class _Chooser:
 
 
 @dataclass(frozen=True, slots=True)
+class _Paging:
+    """Plans of a step with tensors in files.
+
+    Attributes:
+        limit_bytes: what it may take.
+        of: makes the choice of a program, and of what `way` says of it.
+        way: plans what was lowered.
+    """
+
+    limit_bytes: int
+    of: partial[Choice]
+    way: Callable[..., Choice]
+
+    def waiting(self, paged: Lowering, least_bytes: int, *, is_ordered: bool) -> Choice:
+        """A plan in which each copy is made before its call returns, in program order if
+        `is_ordered`.
+        """
+        choice = self._planned(paged, least_bytes, is_ordered=is_ordered)
+        call_ns, moves = choice.graph.times_ns, paged.moves
+        again = Recomputation(
+            runs=0,
+            calls=frozenset(moves),
+            extra_s=paged.moved_s,
+            step_s=float(call_ns.sum()) / 1e9 - paged.moved_s,
+            least_extra_s=None,
+            floor_bytes=None,
+            timed_calls=paged.timed_calls,
+            modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
+        )
+        return self._told(choice, again, "keeping tensors in files")
+
+    def overlapped(self, choice: Choice, paged: Lowering) -> Choice:
+        """A plan in program order in which copies are made beside other calls; `choice`, the one
+        in which they are not, where that is not better.
+        """
+        again, live = choice.recomputation, paged.live_bytes()
+        assert again is not None, "tensors are in files"
+        spare_bytes = max(live) - choice.total_bytes
+        less_bytes = self.limit_bytes // _SPARE
+        for _ in range(_MOST_TRIES):
+            room = [self.limit_bytes + spare_bytes - one for one in live]
+            beside = paged.overlapping(room, placed_load)
+            if beside.moved_s >= paged.moved_s:
+                break
+            found = self._planned(beside, choice.least_moved_bytes, is_ordered=True)
+            if found.total_bytes <= self.limit_bytes:
+                order = [int(index) for index in found.plan.order]
+                check(paged.program, beside.program, beside.numbers, order, Places.of(found.plan))
+                told = replace(
+                    _recounted(again, beside.numbers, beside.waits),
+                    extra_s=again.extra_s - paged.moved_s + beside.moved_s,
+                )
+                return self._told(found, told, "moving them beside other operators")
+            spare_bytes -= max(found.total_bytes - self.limit_bytes, less_bytes)
+            less_bytes *= 2  # a layout may have gaps
+        return choice
+
+    def _planned(self, lowering: Lowering, least_bytes: int, *, is_ordered: bool) -> Choice:
+        made = partial(
+            self.of,
+            lowering.program,
+            cast(list[Placed | None], lowering.placed),
+            least_moved_bytes=least_bytes,
+        )
+        return self.way(lowering, made, is_ordered=is_ordered)
+
+    def _told(self, choice: Choice, again: Recomputation, how: str) -> Choice:
+        totals = (*self.of.keywords["totals"], (how, choice.total_bytes))
+        return replace(choice, totals=totals, recomputation=again)
+
+
+def _recounted(
+    again: Recomputation, numbers: Sequence[int], more: Iterable[int] = ()
+) -> Recomputation:
+    """The same for a program of the same calls and `more`.
+
+    Args:
+        numbers: for each call of that program, its number in this one; -1 if this one does not have
+            it.
+    """
+
+    def places(calls: frozenset[int]) -> frozenset[int]:
+        return frozenset(place for place, number in enumerate(numbers) if number in calls)
+
+    offloaded = again.offloaded
+    if offloaded is not None:
+        offloaded = replace(offloaded, calls=places(offloaded.calls))
+    return replace(again, calls=places(again.calls).union(more), offloaded=offloaded)
+
+
+def _renumbered(choice: Choice, numbers: Sequence[int]) -> Choice:
+    """A choice with its recomputation told of a program of the same calls in another order."""
+    again = choice.recomputation
+    return choice if again is None else replace(choice, recomputation=_recounted(again, numbers))
+
+
+@dataclass(frozen=True, slots=True)
 class _Ran:
     """A step in which calls run again.
 
@@ -1363,8 +1497,8 @@ def _extra_s(choice: Choice) -> float:
 
 def _extra_share(choice: Choice) -> float:
     """The same, as a share of the step without a limit."""
-    again = choice.recomputation
-    return 0.0 if again is None else _extra_s(choice) / max(again.step_s, 1e-9)
+    of = choice.recomputation or choice.cuts
+    return 0.0 if of is None else _extra_s(choice) / max(of.step_s, 1e-9)
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:

@@ -7,7 +7,7 @@ how much of the larger tensor it leaves out; where it begins may be a symbol, to
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -178,25 +178,28 @@ class ArgumentSizes:
         dims: for each of the flattened arguments with such sizes, the symbol of each dimension, or
             the symbol and a number; for `OFFSET`, that of its storage offset.
         layouts: how these arguments lie.
-        least: the values of the symbols from which on the plan holds.
+        least: the value of each symbol from which on the plan holds.
         corners: it holds up to each of these, one value for each symbol.
         enlarged: how often it has been planned for larger sizes, with room for others.
         excluded: values for which a run has found that it does not.
+        refused: corners for which no plan within the step's limit was found.
     """
 
     symbols: Symbols
     dims: Mapping[int, Mapping[int, Expression]]
     layouts: Mapping[int, Layout]
     corners: tuple[tuple[int, ...], ...] = ()
-    least: int = Symbols.LEAST
+    least: tuple[int, ...] = ()
     enlarged: int = 0
     excluded: set[tuple[int, ...]] = field(default_factory=set)
+    refused: set[tuple[int, ...]] = field(default_factory=set)
     first_places: list[tuple[int, int, int]] = field(init=False)
     """For each symbol an argument, by its place, a dimension of it, and by how much the size is
     larger than the symbol."""
     _layouts_at: Callable[[tuple[int, ...]], list[Layout]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.least = self.least or tuple(self.symbols.least.values())
         first: dict[Expression, tuple[int, int, int]] = {}
         for place, dims in self.dims.items():
             for dim, size in dims.items():
@@ -232,6 +235,17 @@ class ArgumentSizes:
         places = zip(values, most, self.first_places, strict=True)
         return tuple([end if dim == OFFSET else value for value, end, (_, dim, _) in places])
 
+    def raised(self, levels: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """Values of `least` to try: its own, then at each level one size alone, and all."""
+        yield self.least
+        places = [place for place, one in enumerate(self.first_places) if one[1] != OFFSET]
+        for level in levels:
+            for which in (*([place] for place in places), places):
+                yield tuple(
+                    max(value, level) if place in which else value
+                    for place, value in enumerate(self.least)
+                )
+
     def beside(self) -> list[set[int]]:
         """For each symbol the places of those, itself among them, that sizes of the same argument
         follow from.
@@ -252,7 +266,7 @@ class ArgumentSizes:
         """Whether the recording holds for values of the symbols, if not the plan."""
         return (
             is_within(values, tuple(self.symbols.most.values()))
-            and min(values) >= self.least
+            and is_within(self.least, values)
             and self.symbols.hold(values)
         )
 
@@ -264,10 +278,10 @@ class ArgumentSizes:
             return Misfit("an argument is no tensor, or has another number of dimensions")
         if values in self.excluded:
             return Misfit(f"the plan for many sizes does not hold for {values}")
-        for value, most in zip(values, self.symbols.most.values(), strict=True):
-            if not self.least <= value <= most:
+        for value, least, most in zip(values, self.least, self.symbols.most.values(), strict=True):
+            if not least <= value <= most:
                 return Misfit(
-                    f"the size {value} is beyond those of the plan for many sizes, {self.least} to {most}"
+                    f"the size {value} is beyond those of the plan for many sizes, {least} to {most}"
                 )
         if list(map(lies, map(leaves.__getitem__, self.layouts))) != self._layouts_at(values):
             return Misfit(

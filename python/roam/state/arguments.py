@@ -26,6 +26,7 @@ from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
 from roam.state.namespaces import SlotsSpace, slots_of
 from roam.state.nests import flattened, leaves_at, lost_attribute, with_dicts_opened
+from roam.state.policies import Policies, Policy
 from roam.state.spaces import Place, Space, child
 from roam.state.value_stand_ins import StandIn, kinds
 from roam.torch_compat.private import pytree
@@ -246,7 +247,6 @@ class Taker:
 
     Attributes:
         opened: which objects among the arguments are taken apart.
-        opens_no_more: whether `learning` adds no further objects.
         varied: paths of plain values that have not been the same in all calls.
         live: classes of arguments that are live, so that no key has them.
         closed: by identity, containers that the step's state holds too. They are not taken apart:
@@ -254,7 +254,6 @@ class Taker:
     """
 
     opened: Opened = frozenset()
-    opens_no_more: bool = False
     varied: frozenset[str] = frozenset()
     live: frozenset[type] = frozenset()
     closed: Mapping[int, Any] = field(default_factory=dict)
@@ -293,12 +292,12 @@ class Taker:
             shapes.append(shape)
         return Taken(found, (spec, shapes), spec, objects, self.closed, outer)
 
-    def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
+    def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any], policies: Policies) -> Taker:
         """A taker for the calls after this one. It takes apart also each object in whose place the
-        call before this one had another object of the same class, and knows of the plain values
-        that are others than in that call.
+        call before this one had another object of the same class, if its policy is not fixed, and
+        knows of the plain values that are others than in that call.
         """
-        taker = self if self.opens_no_more else self._opening_more(args, kwargs)
+        taker = self._opening_more(args, kwargs, policies)
         plain = taker.take(args, kwargs).plain(args, kwargs)
         values = {path: value for _, path, value in plain}
         varied = {
@@ -308,7 +307,9 @@ class Taker:
         }
         return replace(taker, varied=self.varied | varied, _last_values=values)
 
-    def _opening_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
+    def _opening_more(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], policies: Policies
+    ) -> Taker:
         leaves, _ = flatten_with_paths((args, kwargs), closed=self.closed)
         objects = {
             pytree.keystr(keys): leaf
@@ -322,7 +323,8 @@ class Taker:
             and self._last[path] is not leaf
             and parts_of(leaf) is not None
         }
-        return replace(self, opened=self.opened | others, _last=objects)
+        opened = policies.below(Policy.FIXED, self.opened | others)
+        return replace(self, opened=frozenset(opened), _last=objects)
 
 
 def _check_attributes(
@@ -380,21 +382,28 @@ def _leaves_and_paths(
 
 
 def live_integers(
-    taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any], varied: Collection[str] | None
+    taken: Taken,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varied: Collection[str] | None,
+    policies: Policies,
 ) -> Collection[int]:
     """The places, among the leaves, of integers that have not been the same in all calls, and are
     arguments or lie in containers among the arguments. Those inside objects do not count: they are
-    compared by value.
+    compared by value, and so are those of which the step needs the value itself.
 
     Args:
         taken, args, kwargs: of a call.
         varied: the paths of such values; None for all.
+        policies: that of the latter is fixed.
     """
     paths = taken.paths(argument_path, args, kwargs)
     return [
         place
         for place in taken.outer
-        if type(taken.leaves[place]) is int and (varied is None or paths[place] in varied)
+        if type(taken.leaves[place]) is int
+        and (varied is None or paths[place] in varied)
+        and policies.of((paths[place], int)) < Policy.FIXED
     ]
 
 

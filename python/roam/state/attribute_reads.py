@@ -25,6 +25,7 @@ from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_o
 from roam.state.equality import attributes_of
 from roam.state.library_code import is_library, names_of
 from roam.state.namespaces import slots_of
+from roam.state.policies import Retrace
 from roam.torch_compat.patches import methods_added, replaced
 
 Edge = tuple[int | None, str]
@@ -83,12 +84,6 @@ _MOST_BEGINNINGS: Final = 16
 _MOST_FUNCTIONS: Final = 100
 # How often a capture begins again because other threads change what the step looks at.
 _MOST_DISTURBANCES: Final = 8
-
-
-class ReadMore(Exception):
-    """The step looks at more than was known when its trace began, so that the trace has to begin
-    again.
-    """
 
 
 class Reads:
@@ -273,18 +268,18 @@ class Reads:
         """To be called after a trace, also after one that failed.
 
         Raises:
-            ReadMore: if the step looked at something that the walk had left out.
+            Retrace: if the step looked at something that the walk had left out.
         """
         if self._has_more:
             self._beginnings += self.is_narrow
             self.everything = self.everything or self._beginnings > _MOST_BEGINNINGS
-            raise ReadMore
+            raise Retrace
 
     def check_others(self) -> None:
         """To be called when the state is as it was before the trace.
 
         Raises:
-            ReadMore: if other threads have changed what the step had looked at.
+            Retrace: if other threads have changed what the step had looked at.
             CaptureError: if they do so all the time.
         """
         paths, self.disturbed = self.disturbed, []
@@ -297,20 +292,20 @@ class Reads:
                 "it, is captured; let the thread keep it where the step does not look",
                 code="moved",
             )
-        raise ReadMore
+        raise Retrace
 
     def add_functions(self, found: list[tuple[str, Any]]) -> None:
         """To be called after a trace, with the user's functions that it ran and that the walk had
         not reached.
 
         Raises:
-            ReadMore: if there are new ones, up to a limit: every trace may make new functions.
+            Retrace: if there are new ones, up to a limit: every trace may make new functions.
         """
         known = {id(function) for _, function in self.functions}
         new = [entry for entry in found if id(entry[1]) not in known]
         if new and len(self.functions) < _MOST_FUNCTIONS:
             self.functions += new
-            raise ReadMore
+            raise Retrace
 
     def ask_before(self, value: object, may_read: Callable[[str], None]) -> None:
         """For the rest of the trace: calls this with the name of each attribute of an object that

@@ -25,10 +25,6 @@ _NO_OTHERS: Final[Mapping[int, tuple[Any, Any]]] = {}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Unrecordable(Exception):
-    """A container has changed in a way that no run could repeat."""
-
-
 class Change(NamedTuple):
     """What has become of one list or dictionary. A node of PyTorch's pytree, as results are.
 
@@ -85,17 +81,15 @@ class Containers:
         result: Any,
         others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
         added: Iterable[list[Any]] = (),
-    ) -> Left:
+    ) -> Left | None:
         """What a step that returns a result has left; the containers are then as before the step.
+        None if no run could repeat it, since a dictionary has keys that are not plain values.
 
         Args:
             result: of the step.
             others: by identity, further containers from before the step, each with what stands for
                 it.
             added: what it has added to lists of its state.
-
-        Raises:
-            Unrecordable: a dictionary has keys that are not plain values.
         """
         changed = [
             (path, space, before, now)
@@ -109,13 +103,13 @@ class Containers:
         for _, space, before, _ in changed:
             space.put(before)
         if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
-            raise Unrecordable
+            return None
         naming = _Naming({id(container): path for path, container in self._all}, others)
         result = naming.named(result)
         added = [list(map(naming.named, values)) for values in added]
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
         if not all(is_plain(key) for path in naming.met for key in path):
-            raise Unrecordable
+            return None
         return Left(result, changes, added, bool(naming.met))
 
 
@@ -321,7 +315,6 @@ __all__ = [
     "Change",
     "Containers",
     "Left",
-    "Unrecordable",
     "added_by",
     "changed_paths",
     "leave",

@@ -8,10 +8,12 @@ it uses them. Where the user's own function runs in a plan's place, stand-ins ta
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -31,13 +33,22 @@ class _Freed(NamedTuple):
     """What has been left there since, without what was freed; None if nothing has."""
 
 
+_GRADIENT: Final = operator.attrgetter("grad")
 _freed: Final[dict[int, _Freed]] = {}
 """By the parameters' identities."""
+_changes = 0
+"""How many times `_freed` has changed."""
+
+
+def _has_changed() -> None:
+    global _changes
+    _changes += 1
 
 
 def _forget(key: int, parameter: weakref.ref[torch.Tensor]) -> None:
     if key in _freed and _freed[key].parameter is parameter:
         del _freed[key]
+        _has_changed()
 
 
 def note_freed(parameter: torch.Tensor) -> None:
@@ -49,11 +60,46 @@ def note_freed(parameter: torch.Tensor) -> None:
             weakref.ref(parameter, partial(_forget, id(parameter))),
             None if gradient is None else weakref.ref(gradient),
         )
+        _has_changed()
 
 
 def note_reset(parameter: torch.Tensor) -> None:
     """Notes that eager PyTorch has no more of a parameter's gradient than there is."""
-    _freed.pop(id(parameter), None)
+    if _freed.pop(id(parameter), None) is not None:
+        _has_changed()
+
+
+def gradients_left(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Those of some parameters that have a gradient, each with it."""
+    gradients = list(map(_GRADIENT, parameters))
+    if all(map(operator.is_, gradients, repeat(None))):
+        return []
+    return [pair for pair in zip(parameters, gradients, strict=True) if pair[1] is not None]
+
+
+class Notes:
+    """What each run of a plan notes of the same places of parameters.
+
+    Usually all of it is noted already: nothing has been noted since the last run, and no parameter
+    has a gradient. One that was noted and is gone would have been forgotten, which counts as a
+    change, so that no other parameter is taken for it.
+
+    Args:
+        frees: for each parameter, whether the plan frees its gradient.
+    """
+
+    def __init__(self, frees: Sequence[bool]) -> None:
+        self._frees = frees
+        self._last: tuple[int, list[int]] = -1, []
+
+    def note(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Notes what the plan has done to the gradients of these."""
+        identities, are_gone = list(map(id, parameters)), not gradients_left(parameters)
+        if are_gone and self._last == (_changes, identities):
+            return
+        for parameter, frees in zip(parameters, self._frees, strict=True):
+            (note_freed if frees else note_reset)(parameter)
+        self._last = (_changes if are_gone else -1), identities
 
 
 def noted() -> Callable[[], None]:
@@ -63,6 +109,7 @@ def noted() -> Callable[[], None]:
     def restore() -> None:
         _freed.clear()
         _freed.update({key: one for key, one in known.items() if one.parameter() is not None})
+        _has_changed()
 
     return restore
 
@@ -124,4 +171,12 @@ def freed_stood_for() -> Iterator[None]:
                 note_reset(parameter)
 
 
-__all__ = ["REMEDY", "freed_stood_for", "lacks", "note_freed", "note_reset"]
+__all__ = [
+    "REMEDY",
+    "Notes",
+    "freed_stood_for",
+    "gradients_left",
+    "lacks",
+    "note_freed",
+    "note_reset",
+]

@@ -706,12 +706,14 @@ class ArgGuard:
         shape, sizes = tuple(expected.metadata[2]), self.sizes
         if sizes is None or place not in sizes.dims:
             return str(shape)
-        most = dict(zip(sizes.symbols.symbols.values(), sizes.largest(), strict=True))
+        ends = zip(sizes.least, sizes.largest(), strict=True)
+        bounds = dict(zip(sizes.symbols.symbols.values(), ends, strict=True))
         shown = list(map(str, shape))
         for dim, size in sizes.dims[place].items():
             symbol, more = parted(size)
             if dim != OFFSET:
-                shown[dim] = f"{sizes.least + more}..{most[symbol] + more}"
+                least, most = bounds[symbol]
+                shown[dim] = f"{least + more}..{most + more}"
         return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def described(self) -> list[tuple[str, Literal["tensor", "value", "object"]]]:

@@ -52,18 +52,10 @@ class OneLength(Exception):
     """A step needs the value of a size itself, so what is recorded holds for this one alone."""
 
 
-class Narrower(OneLength):
-    """What is recorded would hold for a smaller range.
-
-    Attributes:
-        most: the largest values of symbols there, if these are to be smaller.
-        least: the smallest value of all symbols there, if that is to be larger.
+class Narrowed(Exception):
+    """The range has become smaller, for what is to be recorded next. All that is recorded holds
+    there, too.
     """
-
-    def __init__(self, reason: str, most: Mapping[str, int], least: int) -> None:
-        super().__init__(reason)
-        self.most = most
-        self.least = least
 
 
 class Unclear(Exception):
@@ -84,11 +76,12 @@ class Symbols:
     Args:
         values: of each symbol, in the call that is captured.
         most: the largest value of each symbol for which the capture may hold.
-        least: the smallest. It is 2 or more, since PyTorch treats 0 and 1 in ways of their own.
-        floors: a larger smallest value of some of them, up to which `least` may be raised without a
-            difference.
+        floors: the smallest value of some of them, which stays what it is. That of the others is 2
+            or more, since PyTorch treats 0 and 1 in ways of their own.
 
     Attributes:
+        least, most: between which values of the symbols the recording holds. A kernel that does
+            something else for small sizes, or for large ones, makes the range smaller.
         points: values of the symbols, first those of the call, at which kernels are asked for the
             sizes of their results. Both ends of the range are among them, where what has a limit
             shows it.
@@ -101,14 +94,13 @@ class Symbols:
         self,
         values: Mapping[str, int],
         most: Mapping[str, int],
-        least: int = LEAST,
         floors: Mapping[str, int] | None = None,
     ) -> None:
         self.most = dict(most)
-        self.least = least
         self.names = list(values)
-        self._floors = {name: max(least, (floors or {}).get(name, 0)) for name in values}
-        self.points = _points(values, most, self._floors)
+        self._floors = floors or {}
+        self.least = {name: self._floors.get(name, self.LEAST) for name in values}
+        self.points = _points(values, self.most, self.least)
         self.conditions: dict[Expression, bool] = {}
         self.refused: OneLength | None = None
         """Why what is recorded holds for one length only, if it does."""
@@ -123,9 +115,7 @@ class Symbols:
 
     def _symbol(self, name: str) -> Expression:
         values = tuple(point[name] for point in self.points)
-        made = Expression(
-            self, "i", "symbol", (name,), values, (self._floors[name], self.most[name])
-        )
+        made = Expression(self, "i", "symbol", (name,), values, (self.least[name], self.most[name]))
         made.terms = {(made,): 1}
         self._order[made] = len(self._order)
         self._register(made)
@@ -133,9 +123,7 @@ class Symbols:
 
     def refuse(self, reason: str) -> NoReturn:
         """Says that what is recorded holds for one length only. The step's code may catch it."""
-        self._refuse(OneLength(reason))
-
-    def _refuse(self, refusal: OneLength) -> NoReturn:
+        refusal = OneLength(reason)
         self.refused = self.refused or refusal
         raise refusal
 
@@ -249,10 +237,18 @@ class Symbols:
 
     def add_point(self, point: dict[str, int]) -> None:
         """From now on expressions have values here, too."""
-        self.points.append(point)
+        self._set_points([*self.points, point])
+
+    def _set_points(self, points: list[dict[str, int]]) -> None:
+        known = list(dict.fromkeys((*self.symbols.values(), *self._known.values())))
+        for found in known:
+            found.values = ()
         self._by_ratio.clear()
-        for found in dict.fromkeys((*self.symbols.values(), *self._known.values())):
-            found.values = (*found.values, self._value_at(found, point))
+        self.points = points
+        for point in points:
+            for found in known:
+                found.values = (*found.values, self._value_at(found, point))
+        for found in known:
             if found.kind == "i" and found.op != "constant":
                 self._register(found)
 
@@ -297,7 +293,7 @@ class Symbols:
         found.
         """
         at, draw = Evaluator(candidates, self.names).values, random.Random(0)
-        bounds = [(self._floors[name], self.most[name]) for name in self.names]
+        bounds = [(self.least[name], self.most[name]) for name in self.names]
         tried = [tuple(low for low, _ in bounds)]
         for end in (*(4 * low for low, _ in bounds), *(high for _, high in bounds)):
             tried += [
@@ -315,8 +311,11 @@ class Symbols:
         return None
 
     def _narrow(self, values: tuple[int, ...]) -> None:
-        """Says so if these are the values of an expression up to a limit, such as the length of a
-        table that is cut.
+        """Narrows the range if these are the values of an expression up to a limit, such as the
+        length of a table that is cut.
+
+        Raises:
+            Narrowed: they are.
         """
         cut = max(values)
         inner = [place for place, value in enumerate(values) if value < cut]
@@ -339,45 +338,105 @@ class Symbols:
                     middle = (low + high + 1) // 2
                     low, high = (middle, high) if at(middle)[0] <= cut else (low, middle - 1)
                 if low < self.most[name]:
-                    reason = f"the size {name} is cut at {low}"
-                    self._refuse(Narrower(reason, {**self.most, name: low}, self.least))
+                    self._take(self.least, {**self.most, name: low})
 
     def narrow_to_conditions(self) -> None:
-        """Says so if conditions that the recording relies on do not hold at some of the points."""
-        values, least, most = self.points[0], self.least, dict(self.most)
+        """Narrows the range to where conditions that the recording relies on hold.
+
+        Raises:
+            Narrowed: they do not hold everywhere.
+        """
+        values, least, most = self.points[0], dict(self.least), dict(self.most)
 
         def hold(name: str, size: int) -> bool:
             return self.hold([*{**values, name: size}.values()])
 
         for name, value in values.items():
-            if self._floors[name] > self.least:
+            if name in self._floors:
                 continue
             low = value
-            while low > least and hold(name, low - 1):
+            while low > least[name] and hold(name, low - 1):
                 low -= 1
-            least = max(least, low)
+            least[name] = low
             inside, outside = value, most[name] + 1
             while outside - inside > 1:
                 middle = (inside + outside) // 2
                 inside, outside = (middle, outside) if hold(name, middle) else (inside, middle)
             most[name] = inside
         if (least, most) != (self.least, self.most) and any(
-            most[name] > max(least, value) for name, value in values.items()
+            most[name] > value for name, value in values.items()
         ):
-            reason = "conditions on sizes hold in a part of the range"
-            self._refuse(Narrower(reason, most, min(least, *values.values())))
+            self._take(least, most)
 
-    def raise_least(self, reason: str, values: tuple[int, ...] | None = None) -> NoReturn:
-        """Says that what is recorded would hold for larger sizes only, or up to a limit that
-        `values` show.
+    def raise_least(
+        self,
+        reason: str,
+        values: tuple[int, ...] | None = None,
+        fails: Callable[[int], bool] | None = None,
+    ) -> NoReturn:
+        """Narrows the range: to larger sizes, or up to a limit that `values` show.
+
+        Args:
+            reason: why it has to be smaller.
+            values: a size of a result at `points`, of which no expression is known.
+            fails: whether a kernel does not run at one of `points`; asked where there are no
+                `values`.
+
+        Raises:
+            Narrowed: the range is smaller now.
+            OneLength: it would have no sizes but those of the call.
         """
         self.narrow_to_conditions()
         if values is not None:
             self._narrow(values)
-        lowest = min(self.points[0].values())
-        if self.least >= lowest:
+        call = self.points[0]
+        names = [
+            name
+            for name, value in call.items()
+            if name not in self._floors and self.least[name] < value
+        ]
+        if not names:
             self.refuse(reason)
-        self._refuse(Narrower(reason, self.most, min(2 * self.least, lowest)))
+        at_fault = names
+        if len(names) > 1:
+            if values is not None:
+                found = [name for name in names if self._explains(name, values)]
+            else:
+                assert fails is not None, "a kernel fails"
+                self._set_points(
+                    [*self.points, *({**call, name: self.least[name]} for name in names)]
+                )
+                first = len(self.points) - len(names)
+                found = [name for place, name in enumerate(names, first) if fails(place)]
+            at_fault = found or names
+        self._take(
+            {
+                name: min(2 * size, call[name]) if name in at_fault else size
+                for name, size in self.least.items()
+            },
+            self.most,
+        )
+
+    def _explains(self, name: str, values: tuple[int, ...]) -> bool:
+        """Whether something that is known has these values where one symbol is not small."""
+        places = [
+            place
+            for place, point in enumerate(self.points)
+            if point[name] >= min(2 * self.least[name], self.points[0][name])
+        ]
+        known = [(1,) * len(self.points)]
+        known += [found.values for alike in self._by_ratio.values() for found in alike]
+        return any(
+            found[0] and all(values[0] * found[at] == values[at] * found[0] for at in places)
+            for found in known
+        )
+
+    def _take(self, least: dict[str, int], most: dict[str, int]) -> NoReturn:
+        self.least, self.most = dict(least), dict(most)
+        for name, symbol in self.symbols.items():
+            symbol.bounds = self.least[name], self.most[name]
+        self._set_points(_points(self.points[0], self.most, self.least))
+        raise Narrowed
 
     def _fitted(self, values: tuple[int, ...]) -> Expression | None:
         """The polynomial of degree 2 at most that has these values; None if there is none."""

@@ -34,6 +34,7 @@ from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.nests import alike, leaves_of
 from roam.state.optimizer_spaces import OptimizerSpace
+from roam.state.policies import Policies, Policy
 from roam.state.reach import Place, Reach
 from roam.state.spaces import Items, Space
 from roam.torch_compat.private import FakeTensor, disable_current_modes, local_of, version_of
@@ -185,18 +186,24 @@ class Snapshot:
                 self._sources[number][2](state)
                 self._drawn[number] = state
 
-    def settings(self, made: Made) -> list[Setting] | None:
+    def settings(self, made: Made, grown: Collection[str] = ()) -> list[Setting] | None:
         """The changes of which `moved` tells, as settings. None unless all of them are entries of
         dictionaries, or attributes, that now hold other plain values, or tensors where none were.
         With them come the tensors of constants and buffers that take the place of others, as a
         table for longer sequences does.
+
+        Args:
+            made: see `Made`.
+            grown: paths of lists whose changes do not count.
         """
         found: list[Setting] = []
-        reasons = 0
+        reasons = others = 0
         for place, items in self._own_holders():
             if not place.guarded:
                 continue
-            reasons += len(_changes(place, items, self._renewed))
+            changes = len(_changes(place, items, self._renewed))
+            reasons += changes
+            others += changes if place.space.path in grown else 0
             if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
                 before = {_stand_in(key): value for key, value in items}
                 found += [
@@ -208,33 +215,44 @@ class Snapshot:
         storages = [setting.value.storage for setting in found if setting.slot is not None]
         is_apart = len(storages) == len(set(storages))  # each is made by itself
         told = sum(not setting.is_exchange for setting in found)
-        return found if is_apart and told == reasons == len(self.moved()) else None
+        return found if is_apart and told + others == reasons == len(self.moved()) else None
 
-    def numbers(self) -> set[str]:
-        """Among the changes of which `moved` tells: paths of the numbers that others have replaced,
-        such as counters and running sums.
+    def following(self) -> dict[Policy, set[str]]:
+        """The policies under which plans follow changes of which `moved` tells, each with the paths
+        of those places: of lists and deques that have got more at their end; of lists and
+        dictionaries that others have replaced, which differ from them only by tensors; of numbers
+        that others have replaced, such as counters and running sums.
         """
-        found = set()
+        grown = {
+            place.space.path
+            for place, items in self._own_holders()
+            if place.guarded
+            and type(place.space) is SequenceSpace
+            and has_grown(place.space.holder, [value for _, value in items])
+        }
+        others: list[Any] = []
+        numbers = set()
         for place, items, _ in self._changed():
-            if type(place.space).set is not Space.set:
-                found |= {
-                    place.space.label(key)
-                    for key, old in items
-                    if key != OptimizerSpace.COUNT
-                    and not same(old, value := place.space.get(key))
+            may_be_set = type(place.space).set is not Space.set
+            for key, old in items:
+                value = place.space.get(key)
+                others += _exchanged(old, value) or ()
+                if (
+                    may_be_set
+                    and key != OptimizerSpace.COUNT
+                    and not same(old, value)
                     and _is_number_after(old, value)
-                }
-        return found
+                ):
+                    numbers.add(place.space.label(key))
+        forms = {self._paths[id(other)] for other in others if id(other) in self._paths}
+        return {Policy.COUNTED: numbers, Policy.FORM: forms, Policy.APPENDED: grown}
 
-    def lasting(self, known: set[str]) -> list[str]:
+    def lasting(self, policies: Policies) -> list[str]:
         """The changes that `moved` gives, without those that a plan can follow once it knows of
-        them: numbers, and lists and dictionaries that differ from the ones that they replace by
-        tensors alone.
-
-        Args:
-            known: paths of numbers that are followed already.
+        them: numbers that are not followed yet, and lists and dictionaries that differ from the
+        ones that they replace by tensors alone.
         """
-        followed = self.numbers() - known
+        followed = policies.below(Policy.COUNTED, self.following()[Policy.COUNTED])
         for place, items, _ in self._changed():
             followed |= {
                 place.space.label(key)
@@ -242,28 +260,6 @@ class Snapshot:
                 if _exchanged(old, place.space.get(key))
             }
         return [reason for reason in self.moved() if place_of(reason) not in followed]
-
-    def renewed(self) -> set[str]:
-        """Among the changes of which `moved` tells: paths of the lists and dictionaries that others
-        have replaced, which differ from them only by tensors.
-        """
-        found: list[Any] = []
-        for place, items, _ in self._changed():
-            for key, old in items:
-                found += _exchanged(old, place.space.get(key)) or ()
-        return {self._paths[id(other)] for other in found if id(other) in self._paths}
-
-    def grown(self) -> set[str]:
-        """Among the changes of which `moved` tells: paths of the lists and deques that have got
-        more at their end.
-        """
-        return {
-            place.space.path
-            for place, items in self._own_holders()
-            if place.guarded
-            and type(place.space) is SequenceSpace
-            and has_grown(place.space.holder, [value for _, value in items])
-        }
 
     def _changed(self) -> Iterator[tuple[Place, Items, list[str]]]:
         """What the guarded holders that have changed held, each with what `moved` says of it."""

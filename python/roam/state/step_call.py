@@ -17,7 +17,8 @@ class StepCall:
     """A call of a compiled step.
 
     Attributes:
-        inputs: what the plan that fits it takes in.
+        held: what the references of the plan that fits it hold.
+        inputs: what that plan takes in: of distributed tensors this process's part.
         misfit: why that plan cannot run it; None if it can.
         asked: what checks that several plans share have said.
     """
@@ -30,6 +31,7 @@ class StepCall:
         """To be called when arguments and state are no longer as they were, or are not to be kept
         alive.
         """
+        self.held: list[Any] = []
         self.inputs: list[Any] = []
         self.misfit: Misfit | None = None
         self.asked: dict[Any, Misfit | None] = {}
@@ -57,6 +59,15 @@ class StepCall:
     def kind(self, taker: Taker) -> tuple[Hashable, ...]:
         """A key without plain values, once some of these have changed from call to call."""
         return _key(self.taken(taker).leaves, kinds() if taker.varied else ())
+
+    def form(self, taker: Taker) -> tuple[Hashable, ...]:
+        """A key for calls in which the step's own Python runs. It is without the numbers, texts,
+        and objects among the arguments: what they decide shows in what Python does.
+        """
+        return tuple(
+            _leaf_key(leaf, ()) if isinstance(leaf, (torch.Tensor, bool)) else (type(leaf),)
+            for leaf in self.taken(taker).leaves
+        )
 
 
 def _key(leaves: Sequence[Any], varied: Collection[type]) -> tuple[Hashable, ...]:

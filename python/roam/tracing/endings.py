@@ -25,7 +25,6 @@ from roam.program.effects import (
     StepScheduler,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.attribute_reads import ReadMore
 from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
@@ -38,6 +37,7 @@ from roam.state.nests import (
     may_be_opened,
     with_made_opened,
 )
+from roam.state.policies import Policy, Retrace
 from roam.state.references import (
     ArgumentReference,
     AttributeReference,
@@ -179,7 +179,7 @@ class Before:
                 fake_state.reach, fake_state.parameters, plain=True
             )
         ]
-        changing = fake_state.changing
+        changing = set(fake_state.policies.places(Policy.COUNTED))
         return cls(
             tensors=[(reference, reference.get()) for reference in fake_state.references()],
             tied=[(place, place.get()) for place in fake_state.places if place.tied],
@@ -216,8 +216,8 @@ def record_endings(
 
     Raises:
         CaptureError: a plan could not leave the same.
-        NumbersChange: numbers in optimizers' state that are not live have changed.
-        ReadMore: an attribute that the step sets has to be followed.
+        Retrace: numbers in optimizers' state that are not live have changed, or an attribute that
+            the step sets has to be followed.
     """
     for reference, _ in before.tensors:
         if isinstance(reference, PlaceReference) and reference.get() is MISSING:
@@ -767,7 +767,7 @@ def _attribute_endings(
     """Records the attributes that the step sets before it looks at them.
 
     Raises:
-        ReadMore: an attribute holds something that is not made of tensors, numbers and plain
+        Retrace: an attribute holds something that is not made of tensors, numbers and plain
             values. From then on it counts as looked at.
     """
     program = recorder.program
@@ -782,7 +782,7 @@ def _attribute_endings(
         skeleton, entries = _nest(recorder, reference, value, shared)
         if skeleton is MISSING:
             fake_state.reach.reads.keep(key, name)
-            raise ReadMore
+            raise Retrace
         program.effects.append(Overwrite(reference))
         _leave_nest(program, reference, skeleton, entries)
 
@@ -911,7 +911,7 @@ def _plain_endings(
         live: paths of the live numbers.
 
     Raises:
-        NumbersChange: numbers other than the live ones differ from those before.
+        Retrace: numbers other than the live ones differ from those before.
     """
     recorder.program.plain_before = before
     known = {reference.path: value for reference, value in before}
@@ -948,7 +948,7 @@ def _plain_endings(
                 code="optimizer_state",
             )
     if changed:
-        raise NumbersChange(changed)
+        raise Retrace({Policy.COUNTED: changed})
     for reference, calculate in made:
         number = None if calculate is None else calculate()
         if number is None:
@@ -960,32 +960,9 @@ def _plain_endings(
             )
         else:
             reference.set(number)
-            fake_state.changing.add(reference.path)
+            fake_state.policies.climb(Policy.COUNTED, [reference.path])
         recorder.program.absent.append(reference)
     if recorder.program.of(SetPlain) or made:
         recorder.program.effects += map(
             PutLast, optimizer_references(fake_state.reach, fake_state.parameters, plain=None)
-        )
-
-
-class NumbersChange(Exception):
-    """A step changes Python numbers that its optimizer's state holds: they have to be live."""
-
-    def __init__(self, paths: set[str]) -> None:
-        super().__init__()
-        self.paths = paths
-
-
-class ArgumentsChange(Exception):
-    """A step changes a container among its arguments in a way that `changed_arguments` does not
-    record, or an object that has been taken apart, or such an object holds a container that is an
-    argument too.
-    """
-
-    def refusal(self) -> CaptureError:
-        """What to raise if there is no such object."""
-        return CaptureError(
-            "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
-            "dictionary there a key that is not made of plain values; let it work on a copy",
-            code="moved",
         )

@@ -28,10 +28,17 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
-from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
+from roam.program.passes import (
+    accumulate_in_place,
+    assign_early,
+    prune,
+    renumbered,
+    with_numbers,
+    with_state,
+)
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taker, argument_path, live_integers
-from roam.state.attribute_reads import ReadMore, Reads
+from roam.state.attribute_reads import Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
@@ -41,6 +48,7 @@ from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
+from roam.state.policies import Policies, Policy, Retrace
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
@@ -52,11 +60,11 @@ from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
 from roam.state.step_call import StepCall
 from roam.tracing.compiled.code import UsedCode
-from roam.tracing.compiled.regions import CompileRegions, Regions
+from roam.tracing.compiled.regions import Regions
 from roam.tracing.compiled.repeated_blocks import compile_blocks
 from roam.tracing.cuda_estimate.absent import estimate_of
 from roam.tracing.distributed.fully_shard import set_up
-from roam.tracing.endings import OUTSIDE, ArgumentsChange, NumbersChange, check_no_leaf
+from roam.tracing.endings import OUTSIDE, check_no_leaf
 from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
 from roam.tracing.fake_kernels.tensors import marked_fakes
@@ -168,15 +176,7 @@ class Known:
     """What captures of a step found, for the later ones of the same step.
 
     Attributes:
-        numbers: paths of the Python numbers that the step changes.
-        renewed: paths of the lists and dictionaries in whose place it puts others, or its caller
-            does.
-        not_renewed: paths of those that cannot be taken for renewed: others in their place need
-            another plan.
-        growing: paths of the lists and deques to which it only adds.
-        not_growing: paths of those that it has added to, and on which it may depend.
-        read_whole: paths of the integers among the arguments of which the step needs the value
-            itself.
+        policies: how plans treat what the step, or its caller, changes.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
@@ -195,12 +195,7 @@ class Known:
         passing: the answers with which PyTorch's own checks pass (`Answers`).
     """
 
-    numbers: set[str] = field(default_factory=set)
-    renewed: set[str] = field(default_factory=set)
-    not_renewed: set[str] = field(default_factory=set)
-    growing: set[str] = field(default_factory=set)
-    not_growing: set[str] = field(default_factory=set)
-    read_whole: set[str] = field(default_factory=set)
+    policies: Policies = field(default_factory=Policies)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
@@ -215,19 +210,18 @@ class Known:
     is_captured_once: bool = False
     recorded: Program = field(default_factory=Program)
 
-    def read(self, lists: Collection[str]) -> None:
-        """Notes that the step may depend on lists to which it seemed only to add."""
-        self.growing -= set(lists)
-        self.not_growing |= set(lists)
+    def climb(self, policy: Policy, places: Collection[Any]) -> None:
+        """Gives places a policy, where theirs is a lower one."""
+        self.policies.climb(policy, places)
+        opened = self.policies.below(Policy.FIXED, self.taker.opened)
+        self.taker = replace(self.taker, opened=frozenset(opened))
 
-    def take_for_renewed(self) -> set[str]:
-        """Counts lists and dictionaries as renewed if earlier captures found others in their place;
-        returns their paths.
+    def exchanged(self) -> set[str]:
+        """Paths of lists and dictionaries that have to be as they were, and in whose place earlier
+        captures find others now.
         """
-        found = {path for guards in self.guards for path in guards.exchanged()}
-        found -= self.renewed | self.not_renewed
-        self.renewed |= found
-        return found
+        found = (path for guards in self.guards for path in guards.exchanged())
+        return self.policies.below(Policy.FORM, found)
 
     def share(self, program: Program) -> None:
         """Makes a trace that has just been recorded share what it can with the last one."""
@@ -272,27 +266,20 @@ class Known:
         return found
 
 
-class _Renews(Exception):
-    """A step replaces lists or dictionaries that it finds by others."""
+@dataclass(slots=True)
+class _Settled:
+    """Plain values that a step sets, maybe once and for all, as a model does when it finds out what
+    kind of labels it is given.
 
-
-class _Grows(Exception):
-    """A step adds to lists, or it turns out that it does more with them."""
-
-
-class _Settles(Exception):
-    """A step sets plain values, maybe once and for all, as a model does when it finds out what kind
-    of labels it is given.
+    Attributes:
+        settings: these.
+        program: what the step does where they are not set yet.
+        refusal: to be raised if it does something else later.
     """
 
-    def __init__(self, settings: list[Setting], program: Program, refusal: CaptureError) -> None:
-        """`program`: what the step does where they are not set yet; `refusal`: to be raised if it
-        does something else later.
-        """
-        super().__init__(str(refusal))
-        self.settings = settings
-        self.program = program
-        self.refusal = refusal
+    settings: list[Setting]
+    program: Program
+    refusal: CaptureError
 
 
 def capture(
@@ -409,18 +396,20 @@ def capture_step(
         known.regions.start()
         answers = Answers() if answers is None else answers
         answers.passing = known.passing
-        reads, settles, lacking = Reads(), None, set[str]()
+        reads, lacking = Reads(), set[str]()
+        settled: _Settled | None = None
         are_left: Callable[[], bool] | None = None
-        blamed: tuple[set[str], CaptureError] | None = None
-        # The lists that grow, and an error that what is in their places may have caused.
-        taken = known.take_for_renewed()
+        trusted = known.exchanged()
+        known.climb(Policy.FORM, trusted)
+        doubted: tuple[Policies, CaptureError] | None = None
+        """An error that a policy may have caused, and the policies with which it was raised."""
         try:
             with marked_fakes() as are_left:
                 while True:
                     try:
                         # Captured as if all that settles were set: the first step does the same
                         # then, and later ones set nothing new.
-                        with applied([] if settles is None else settles.settings):
+                        with applied([] if settled is None else settled.settings):
                             captured = _captured(
                                 train_step,
                                 args,
@@ -430,62 +419,48 @@ def capture_step(
                                 asks_kernels,
                                 answers,
                                 reads,
-                                settles,
+                                settled,
                                 lacking,
                                 sized,
                             )
-                            if blamed is not None:
-                                known.not_growing |= blamed[0]
-                                blamed = None
+                            doubted = None
                             return captured
-                    except _Settles as found:
-                        settles = found
-                        settles.settings = [setting.found() for setting in found.settings]
-                    except CompileRegions:
-                        with applied([] if settles is None else settles.settings):
-                            known.regions.compile()
-                    except (ReadMore, _Renews, _Grows):
-                        settles = None
-                    except NumbersChange:
-                        if settles is None:
-                            raise
-                        settles = None
-                    except ArgumentsChange as change:
-                        if not known.taker.opened:
-                            raise change.refusal() from None
-                        known.taker = replace(known.taker, opened=frozenset(), opens_no_more=True)
-                        settles = None
+                    except Retrace as found:
+                        if found.first is not None:
+                            with applied([] if settled is None else settled.settings):
+                                found.first()
+                            continue
+                        settled = found.settled
+                        if settled is not None:
+                            settled.settings = [setting.found() for setting in settled.settings]
+                        for policy, places in found.climbs.items():
+                            known.climb(policy, places)
                     except CaptureError as error:
                         if error.blames_answer:
-                            settles = None
+                            settled = None
                             continue
-                        if taken:  # maybe only because they are
-                            known.renewed -= taken
-                            known.not_renewed |= taken
-                            taken, settles = set(), None
+                        grown = known.policies.places(Policy.APPENDED)
+                        if trusted or (doubted is None and grown):
+                            # Maybe only because of what these policies put in the lists' places.
+                            if not trusted:
+                                doubted = known.policies.copy(), error
+                            known.climb(Policy.FIXED, trusted or grown)
+                            trusted, settled = set(), None
                             continue
-                        # Maybe only because of what is in the place of lists that grow.
-                        if blamed is None and known.growing:
-                            blamed = set(known.growing), error
-                            known.growing.clear()
-                            known.not_growing |= blamed[0]
-                            settles = None
-                            continue
-                        if blamed is not None and blamed[1].code != error.code:
-                            blamed = None  # they stay what they are
-                        elif blamed is not None and blamed[1].settles and not error.settles:
+                        if doubted is not None and doubted[1].code != error.code:
+                            doubted = None  # the lists stay fixed
+                        elif doubted is not None and doubted[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
-                            raise blamed[1] from None
-                        if settles is not None and error.code == "step_raised":
+                            raise doubted[1] from None
+                        if settled is not None and error.code == "step_raised":
                             # It was run with less than it leaves at once, as a table's length
                             # without the table.
-                            settles.refusal.settles = MOST_SETTLING
-                            raise settles.refusal from error
+                            settled.refusal.settles = MOST_SETTLING
+                            raise settled.refusal from error
                         raise
         finally:
-            if blamed is not None:
-                known.not_growing -= blamed[0]
-                known.growing |= blamed[0]
+            if doubted is not None:
+                known.policies = doubted[0]
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -500,7 +475,7 @@ def _captured(
     asks_kernels: bool,
     answers: Answers,
     reads: Reads,
-    settles: _Settles | None,
+    settled: _Settled | None,
     lacking: set[str],
     sized: SizedKernels | None,
 ) -> CapturedStep:
@@ -510,13 +485,19 @@ def _captured(
 
     def reached(reads: Reads) -> Reach:
         return reach_of(
-            train_step, args, kwargs, reads, opened, known.renewed, taker.closed, known.growing
+            train_step,
+            args,
+            kwargs,
+            reads,
+            opened,
+            known.policies.places(Policy.FORM),
+            taker.closed,
+            known.policies.places(Policy.APPENDED),
         )
 
     reach = reached(reads)
     if reach.cannot_grow:
-        known.read(reach.cannot_grow)
-        raise _Grows
+        raise Retrace({Policy.FIXED: reach.cannot_grow})
     is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
@@ -529,8 +510,8 @@ def _captured(
     floats: Collection[int] = [place for place in taken.outer if type(taken.leaves[place]) is float]
     integers: Collection[int] = ()
     if known.is_captured_once or taker.varied:
-        varied = None if known.is_captured_once else taker.varied - known.read_whole
-        integers = live_integers(taken, args, kwargs, varied)
+        varied = None if known.is_captured_once else taker.varied
+        integers = live_integers(taken, args, kwargs, varied, known.policies)
     if integers and any(map(may_miss, reach.code)):
         integers = ()
     reliance, results = Reliance(), Results(reach.caches)
@@ -543,7 +524,7 @@ def _captured(
             kwargs,
             known,
             asks_kernels,
-            settles is not None,
+            settled is not None,
             reliance,
             answers,
             lacking,
@@ -554,7 +535,7 @@ def _captured(
             programs = replace(tracer, integers=integers).live_programs()
             if programs is None:
                 paths = taken.paths(argument_path, args, kwargs)
-                known.read_whole |= {paths[place] for place in integers}
+                known.climb(Policy.FIXED, [(paths[place], int) for place in integers])
                 integers = ()
         if floats and programs is None:
             programs = tracer.live_programs()
@@ -563,27 +544,33 @@ def _captured(
             # An argument whose very value Python needs cannot be live; it is guarded by value
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
-        if settles is not None and not _is_settled(settles, programs[0]):
-            settles.refusal.settles = (
-                MOST_SETTLING  # the step that finds all of it set has just been traced
-            )
-            raise settles.refusal
-        kept = list(number_references(reach, known.numbers))
-        if kept or not _has_known_optimizers(reach):
-            _check_live_numbers(programs[0], tracer)
+        if settled is not None and not _is_settled(settled, programs[0]):
+            # The step that finds all of it set has just been traced.
+            settled.refusal.settles = MOST_SETTLING
+            raise settled.refusal
+        kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
+        if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
+            programs[0], live_numbers=False
+        ):
+            raise CaptureError(
+                "the step does not treat a number that may change (of an optimizer's group, or that the step keeps) like a "
+                "plain number: capture puts an object of another type in its place; test with isinstance(x, float) instead of "
+                "type(x), or keep the number in a tensor",
+                code="value_reached_python",
+            )  # fmt: skip
         if without := _freed_before(programs[0]) - lacking:
             lacking |= without
-            raise ReadMore
+            raise Retrace
     except CaptureError as error:
         _name_metric(error, reach)
         reads.check()
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
-            raise ReadMore from error
+            raise Retrace from error
         _close_shared(reach, known)
         if reach.may_be_narrower():
             reads.narrow()
-            raise ReadMore from error
+            raise Retrace from error
         raise
     for program in programs:
         check_sequence(program)
@@ -620,7 +607,7 @@ def _captured(
     arguments = ArgGuard(args, kwargs, guards, live, received, taker)
     if integers:
         known.taker = replace(known.taker, live=frozenset({int}))
-    settings = [] if settles is None else _lasting_settings(settles, programs[0])
+    settings = [] if settled is None else _lasting_settings(settled, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards, answers)
@@ -684,18 +671,18 @@ def _what_was_read(reach: Reach, reached: Callable[[Reads], Reach], known: Known
         known: of earlier captures of the step.
 
     Raises:
-        ReadMore: the trace was made with more tensors, optimizers or live numbers than that.
+        Retrace: the trace was made with more tensors, optimizers or live numbers than that.
     """
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
-    changing = known.numbers
+    changing = known.policies.places(Policy.COUNTED)
     narrow = reached(reach.reads.narrow())
     _close_shared(narrow, known)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
-        raise ReadMore
+        raise Retrace
     if narrow.faked() != reach.faked() or _numbers(narrow, changing) != _numbers(reach, changing):
-        raise ReadMore
+        raise Retrace
     return narrow
 
 
@@ -703,15 +690,15 @@ def _close_shared(reach: Reach, known: Known) -> None:
     """Counts the containers among the arguments as state that the step's state holds too.
 
     Raises:
-        ReadMore: there are such containers, and the trace had others in their places.
+        Retrace: there are such containers, and the trace had others in their places.
     """
     if reach.shared:
         closed = {id(container): container for container in reach.shared}
         known.taker = replace(known.taker, closed={**known.taker.closed, **closed})
-        raise ReadMore
+        raise Retrace
 
 
-def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
+def _numbers(reach: Reach, changing: Collection[str]) -> list[tuple[str, int]]:
     return [
         (reference.path, id(reference.space.holder))
         for reference in number_references(reach, changing)
@@ -726,29 +713,29 @@ def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Var
     )
 
 
-def _lasting_settings(settles: _Settles, after: Program) -> list[Setting]:
+def _lasting_settings(settled: _Settled, after: Program) -> list[Setting]:
     """What the step sets once; without the tensors that it replaces each time."""
     renewed = {reference.path for reference, _ in rebound(after)}
     return [
         setting
-        for setting in settles.settings
+        for setting in settled.settings
         if not (setting.is_exchange and setting.path in renewed)
     ]
 
 
-def _is_settled(settles: _Settles, after: Program) -> bool:
+def _is_settled(settled: _Settled, after: Program) -> bool:
     """Whether the step does the same once the values are set as it did before, except for setting
     them.
     """
     tables = [
-        setting.path for setting in _lasting_settings(settles, after) if setting.slot is not None
+        setting.path for setting in _lasting_settings(settled, after) if setting.slot is not None
     ]
     written = after.written()
     if any(
         ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
     ):
         return False  # what the trace has left there was written once, and would be again
-    before = with_state(settles.program, after, tables)
+    before = with_state(settled.program, after, tables)
     if before is None or not asks_the_same(before, after):
         return False
     return difference(renumbered(prune(before)), renumbered(after)) is None
@@ -803,23 +790,6 @@ def _resized(program: Program) -> str | None:
     return None
 
 
-def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
-    """Refuses a step that goes another way with live numbers than with plain ones, such as one that
-    looks at their very type.
-    """
-    (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
-    if tracer.sized is not None:
-        live, plain = (replaced_in(one, plain_number) for one in (live, plain))
-    if not agrees(live, plain):
-        raise CaptureError(
-            "the step does not treat a number that may change (of an optimizer's group, or that "
-            "the step keeps) like a plain number: capture puts an object of another type in its "
-            "place; test with isinstance(x, float) instead of type(x), or keep the number in a "
-            "tensor",
-            code="value_reached_python",
-        )
-
-
 def _needs_others(error: CaptureError, programs: list[Program]) -> bool:
     """Whether the step cannot be traced once more because other code has to run in between: the
     state of an optimizer is not known yet, or the step uses up gradients that it does not make.
@@ -842,19 +812,11 @@ def _has_known_optimizers(reach: Reach) -> bool:
     )
 
 
-def _is_first_of(first: Program, later: Program) -> bool:
-    """Whether a later step is the first one again, except for the state that the first one
-    makes.
-    """
-    expected = with_state(first, later)
-    return expected is not None and difference(expected, later) is None
-
-
 def _absent(program: Program) -> set[str]:
     return {reference.path for reference in program.absent}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tracer:
     """Traces one call of the user's function, any number of times, each from the state in which it
     was found.
@@ -878,6 +840,8 @@ class _Tracer:
     """The places of the integers among the flattened arguments that are live where floats are."""
     sized: SizedKernels | None = None
     """What makes fakes whose sizes follow from symbols."""
+    same_with_plain: bool = False
+    """Whether one of the traces that agree had plain arguments where another had live ones."""
 
     @interrupts_wait()
     def programs(
@@ -886,21 +850,15 @@ class _Tracer:
         """Successive steps, until two in a row are the same program, or one is known; or the first
         alone, as it has to be without live numbers.
         """
-        while True:
-            self.reach.reads.disturbed.clear()
-            try:
-                programs = self._programs(live_arguments, live_numbers, only_first=only_first)
-            except NumbersChange as found:
-                self.known.numbers.update(found.paths)
-                if self.is_settled:  # these numbers may be among the settings
-                    raise
-            except CaptureError:
-                self.reach.reads.check_others()
-                raise
-            else:
-                self.reach.reads.check_others()
-                self._check_alone(programs, live_arguments)
-                return programs
+        self.reach.reads.disturbed.clear()
+        try:
+            programs = self._programs(live_arguments, live_numbers, only_first=only_first)
+        except CaptureError:
+            self.reach.reads.check_others()
+            raise
+        self.reach.reads.check_others()
+        self._check_alone(programs, live_arguments)
+        return programs
 
     def _check_alone(self, programs: list[Program], live_arguments: bool) -> None:
         """Refuses a step of which no two traces in a row agree if another trace from the same state
@@ -911,9 +869,33 @@ class _Tracer:
             error = error.refusal
         elif not isinstance(error, CaptureError) or error.code != "step_raised":
             return
-        (again,) = self._programs(live_arguments, True, only_first=True, stirs=True)
-        if difference(programs[0], again) is not None:
+        if not self.does_the_same(programs[0], live_arguments=live_arguments, stirs=True):
             raise error
+
+    def does_the_same(
+        self,
+        program: Program,
+        *,
+        live_arguments: bool = False,
+        live_numbers: bool = True,
+        stirs: bool = False,
+    ) -> bool:
+        """Whether the step does what a program of it does if it is traced once more, from the state
+        in which it was found, with other things in some places.
+
+        Args:
+            program: of a trace with live numbers.
+            live_arguments, live_numbers: as of `trace`.
+            stirs: whether Python's and NumPy's generators give other numbers. Then the trace has
+                the same live numbers as the program.
+        """
+        (other,) = self._programs(live_arguments, live_numbers, only_first=True, stirs=stirs)
+        if stirs:
+            return difference(program, other) is None
+        self.reach.reads.check_others()
+        if self.sized is not None and not live_numbers:
+            program, other = (replaced_in(one, plain_number) for one in (program, other))
+        return agrees(program, other)
 
     def _programs(
         self,
@@ -927,7 +909,7 @@ class _Tracer:
             self.reach,
             self.args,
             self.kwargs,
-            self.known.numbers,
+            self.known.policies,
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             remembered=self.known.kernels,
@@ -942,6 +924,7 @@ class _Tracer:
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
         programs: list[Program] = []
+        plain: Program | None = None
         change: str | None = None
         starts: list[list[int]] = []
         try:
@@ -949,7 +932,11 @@ class _Tracer:
             inside = Snapshot(self.reach, leaves_others=True)
             if stirs:
                 inside.stir()
-            for _ in range(_MOST_TRACES):
+            tries_plain = live_arguments and not only_first and self.sized is None
+            while len(programs) < _MOST_TRACES:
+                # The trace that agrees also shows what the step does with plain arguments.
+                is_plain = tries_plain and len(programs) == 1
+                tries_plain = tries_plain and not programs
                 self.known.traces += 1
                 starts.append(fake_state.sharing())
                 try:
@@ -958,7 +945,7 @@ class _Tracer:
                         self.train_step,
                         args,
                         kwargs,
-                        live_arguments=live_arguments,
+                        live_arguments=live_arguments and not is_plain,
                         live_numbers=live_numbers,
                     )
                 except CaptureError as error:
@@ -974,12 +961,14 @@ class _Tracer:
                 reads.add_functions(self.reliance.unreached(self.reach))
                 if self.reach.may_be_narrower():
                     reads.narrow()
-                    raise ReadMore
+                    raise Retrace
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
+                climbs = self._climbs(inside) if moved else {}
+                grown = climbs.get(Policy.APPENDED, ())
                 settings = (
                     None
                     if self.is_settled or not moved or switches.moved()
-                    else inside.settings(fake_state.made)
+                    else inside.settings(fake_state.made, grown)
                 )
                 for setting in settings or ():
                     if setting.slot is not None and not setting.is_exchange:
@@ -991,24 +980,28 @@ class _Tracer:
                         program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
-                programs.append(
-                    self.known.pruned(program) if self.sized is None else prune(program)
-                )
+                program = self.known.pruned(program) if self.sized is None else prune(program)
+                if is_plain and not moved:
+                    plain = program
+                    program = _with_live(plain, programs[0], fake_state.leaves)
+                    if asks_the_same(programs[0], program) and (
+                        self._is_first_of(programs[0], program)
+                        or difference(programs[0], program) is None
+                    ):
+                        self.same_with_plain = True
+                        return [programs[0], program]
+                    inside.stir()
+                    continue
+                programs.append(program)
                 if not live_numbers:
                     return programs
                 if moved:
-                    if grown := inside.grown() - self.known.not_growing:
-                        self.known.growing |= grown
-                        raise _Grows
-                    if settings is not None:
-                        raise _Settles(settings, programs[0], _refusal(moved, []))
-                    renewed = inside.renewed() - self.known.renewed
-                    if renewed:
-                        self.known.renewed |= renewed
-                        raise _Renews
-                    numbers = inside.numbers() - self.known.numbers
-                    if numbers:
-                        raise NumbersChange(numbers)
+                    # What may be set once and for all is no number that changes each time.
+                    if settings is not None and not grown:
+                        refusal = _refusal(moved, [])
+                        raise Retrace(settled=_Settled(settings, programs[0], refusal))
+                    if climbs:
+                        raise Retrace(climbs if settings is None else {Policy.APPENDED: grown})
                     lasting = self._lasting(fake_state, args, kwargs)
                     refusal = _refusal(moved, lasting)
                     refusal.settles = 0 if switches.moved() or lasting else MOST_SETTLING
@@ -1019,12 +1012,13 @@ class _Tracer:
                     or (len(programs) == 1 and self.known.has_agreed(programs[0]))
                 ):
                     return programs
-                if (
-                    len(programs) == 2
-                    and _has_known_optimizers(self.reach)
-                    and _is_first_of(*programs)
-                ):
+                if len(programs) == 2 and self._is_first_of(*programs):
+                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
                     return programs
+                if len(programs) == 2 and plain is not None:
+                    program = _with_live(plain, programs[1], fake_state.leaves)
+                    if asks_the_same(programs[1], program) and not difference(programs[1], program):
+                        return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])
                     if change is None:
@@ -1046,18 +1040,36 @@ class _Tracer:
         programs[0].unsettled = _Unlike(refusal)
         return programs[:1]
 
+    def _is_first_of(self, first: Program, later: Program) -> bool:
+        """Whether a later step is the first one again, except for the state that the first one
+        makes. Optimizers of others may keep what they know elsewhere.
+        """
+        if not _has_known_optimizers(self.reach):
+            return False
+        expected = with_state(first, later)
+        return expected is not None and difference(expected, later) is None
+
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
 
         Raises:
-            _Grows: it may.
+            Retrace: it may.
         """
         read = fake_state.growing.read(is_over=is_over)
         if self.known.regions.used().calls:  # Dynamo would look at what is in the lists' places
             read = {growing.path for growing in self.reach.growing}
         if read:
-            self.known.read(read)
-            raise _Grows
+            raise Retrace({Policy.FIXED: read})
+
+    def _climbs(self, inside: Snapshot) -> dict[Policy, Collection[Any]]:
+        """The policies that would follow what the step has changed, each with the places that have
+        a lower one.
+        """
+        found = {
+            policy: self.known.policies.below(policy, paths)
+            for policy, paths in inside.following().items()
+        }
+        return {policy: paths for policy, paths in found.items() if paths}
 
     def _lasting(
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1071,11 +1083,13 @@ class _Tracer:
         inside.stir()  # so that a generator that the step seeds each time is seen to move
         try:
             trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
-        except (ArgumentsChange, NumbersChange):
+        except Retrace as found:
+            if not found.climbs:
+                raise
             return []
         except CaptureError as error:
             return [] if error.code != "moved" or error.settles else [str(error)]
-        return inside.lasting(self.known.numbers)
+        return inside.lasting(self.known.policies)
 
     def live_programs(self) -> list[Program] | None:
         """The same with live float arguments; None if the step does something else with them
@@ -1088,8 +1102,22 @@ class _Tracer:
             if error.path is not None:
                 raise
             return None
-        (plain,) = self.programs(live_arguments=False, only_first=True)
-        return programs if agrees(programs[0], plain) else None
+        is_same = self.same_with_plain or self.does_the_same(programs[0])
+        return programs if is_same else None
+
+
+def _with_live(plain: Program, live: Program, leaves: list[Any]) -> Program:
+    """A trace with plain arguments as it is with the live ones of another.
+
+    Args:
+        leaves: the arguments' leaves.
+    """
+    values = {
+        reference.path: leaves[reference.index]
+        for reference, slot in live.referenced
+        if isinstance(reference, ArgumentReference) and live.slots[slot] is None
+    }
+    return with_numbers(plain, live, values)
 
 
 class _Unlike(CaptureError):

@@ -20,12 +20,13 @@ from roam.interrupts import interrupts_allowed
 from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
-from roam.state.arguments import Taken
-from roam.state.changed_arguments import Arguments, Containers, Left, Unrecordable
+from roam.state.arguments import Taken, Taker
+from roam.state.changed_arguments import Arguments, Containers, Left
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
 from roam.state.nests import joined, with_dicts_opened
+from roam.state.policies import Policy, Retrace
 from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
@@ -48,7 +49,6 @@ from roam.tracing.cuda_estimate.absent import PRESENT
 from roam.tracing.distributed import fully_shard
 from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.endings import (
-    ArgumentsChange,
     Before,
     Original,
     Received,
@@ -272,18 +272,29 @@ def _left(
     which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        try:
-            added = fake_state.growing.added()
-            if messages := recorder.messages.all:
-                added.append(messages)
-            left = containers.left(result, recorder.late_lists, added)
-        except Unrecordable:
-            raise ArgumentsChange from None
+        added = fake_state.growing.added()
+        if messages := recorder.messages.all:
+            added.append(messages)
+        left = containers.left(result, recorder.late_lists, added)
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
-    if not is_restored or (left.changes and fake_state.taker.opened):
-        raise ArgumentsChange
+    if left is None or not is_restored or (left.changes and fake_state.taker.opened):
+        raise _closing(fake_state.taker)
     return left
+
+
+def _closing(taker: Taker) -> Exception:
+    """What to raise where a step changes a container among its arguments in a way that
+    `changed_arguments` does not record, or an object that has been taken apart, or such an object
+    holds a container that is an argument too: a trace with whole objects, if any is taken apart.
+    """
+    if taker.opened:
+        return Retrace({Policy.FIXED: taker.opened})
+    return CaptureError(
+        "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
+        "dictionary there a key that is not made of plain values; let it work on a copy",
+        code="moved",
+    )  # fmt: skip
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -445,7 +456,7 @@ def _own_arguments(
     step's holds.
     """
     if fake_state.shares_parts:
-        raise ArgumentsChange
+        raise _closing(fake_state.taker)
     taken = fake_state.taker.take(args, kwargs)
     leaves = list(taken.leaves)
     received: Received = []

@@ -38,6 +38,7 @@ from roam.state.equality import same, show
 from roam.state.global_state import AMBIENT
 from roam.state.live_scalars import is_live, node_of
 from roam.state.nests import with_made_opened
+from roam.state.policies import Retrace
 from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
@@ -134,10 +135,6 @@ def _apart(tensor: Any) -> Any:
     """A wrapper without a gradient taken apart; any other tensor as it is."""
     is_apart = is_wrapper(tensor) and not tensor.requires_grad
     return Whole(Form.of(tensor).kept(), parts_of(tensor)) if is_apart else tensor
-
-
-class CompileRegions(Exception):
-    """A trace has met compiled functions whose code is not known yet."""
 
 
 @dataclass(slots=True)
@@ -313,20 +310,20 @@ class Regions:
         """After a trace that failed.
 
         Raises:
-            CompileRegions: if Dynamo was first imported in this trace, which therefore saw nothing
+            Retrace: if Dynamo was first imported in this trace, which therefore saw nothing
                 of what `torch.compile` did in it.
         """
         if not self._is_watched and _is_dynamo_there():
-            raise CompileRegions
+            raise Retrace(first=self.compile)
 
     def check(self) -> None:
         """After a trace that ended.
 
         Raises:
-            CompileRegions: if something has to be compiled first.
+            Retrace: if something has to be compiled first.
         """
         if self._wanted or self._lacks:
-            raise CompileRegions
+            raise Retrace(first=self.compile)
 
     def _meet(self, frame: FrameType) -> bool:
         """Whether a frame is that of a function of `torch.compile`'s that is about to run what it

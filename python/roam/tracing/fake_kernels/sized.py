@@ -18,7 +18,7 @@ import torch
 
 from roam.kernels.recurrent import ASKED
 from roam.state.argument_sizes import Layout
-from roam.state.sizes import Expression, Symbols, Unclear, number, replaced
+from roam.state.sizes import Expression, Narrowed, Symbols, Unclear, number, replaced
 from roam.torch_compat.private import (
     BelowAutograd,
     DisableTorchDispatch,
@@ -38,6 +38,8 @@ _DIVIDING = {
     aten._adaptive_avg_pool2d.default, aten.im2col.default, aten.unfold.default, aten.slice.Tensor,
 }  # fmt: skip
 """Kernels whose results' sizes may be quotients of those of their arguments."""
+_MOST_PLACE = 2
+"""Where the largest sizes stand among the points; the call's and the smallest come before."""
 _BY_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output}
 _SIZED = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -158,10 +160,15 @@ class SizedKernels:
         while True:
             try:
                 return self._results_of(func, given, tensors)
+            except Narrowed:
+                pass
             except Unclear as unclear:
                 self.symbols.add_point(unclear.point)
 
     def _results_of(self, func: Any, given: Any, tensors: list[Any]) -> _Results:
+        alike = self._like_an_argument(func, given, tensors)
+        if alike is not None:
+            return alike
         found = self._at_points(func, given, tensors)
         first = found[0]
         if any(
@@ -178,6 +185,36 @@ class SizedKernels:
             alike = [one.items[place] for one in found]
             items.append((item, self._layout(func, alike, tensors)))
         return _Results(items, first.container)
+
+    def _like_an_argument(self, func: Any, given: Any, tensors: list[Any]) -> _Results | None:
+        """The result of a pointwise kernel that is as large as one of its arguments, and both
+        without gaps, at the call's sizes and at both ends of the range: then it is so everywhere.
+        None if it is not.
+        """
+        if torch.Tag.pointwise not in func.tags:
+            return None
+        symbols = self.symbols
+        layouts = [layout for layout in map(layout_of, tensors) if layout is not None]
+        found = [
+            self._at(place, func, given, tensors, asks=place < _MOST_PLACE)[0]
+            for place in range(_MOST_PLACE + 1)
+        ]
+        first = found[0]
+        if first.container is not None or any(len(one.items) != 1 for one in found):
+            return None
+        (item,) = first.items
+        if type(item) is cache.Given and all(one.items[0] == item for one in found):
+            return _Results([(item, None)], None)
+        self._note_products(layouts)
+        for layout in layouts:
+            strides, elements = symbols.strides(layout.shape)
+            if list(map(symbols.of, layout.stride)) != strides:
+                continue
+            size_bytes = elements.mul(symbols.constant(item.dtype.itemsize))
+            made = Layout(layout.shape, layout.stride, 0, _plain(size_bytes))
+            if all(_lies_as(one.items[0], made.at(place), item) for place, one in enumerate(found)):
+                return _Results([(item, made)], None)
+        return None
 
     def _note_products(self, layouts: list[Layout]) -> None:
         """Strides and bytes are products of sizes, and sizes of results products of pairs."""
@@ -279,7 +316,10 @@ class SizedKernels:
         except Exception:
             if place == 0:
                 raise
-            self.symbols.raise_least(f"{func} does not take smaller sizes")
+            self.symbols.raise_least(
+                f"{func} does not take smaller sizes",
+                fails=lambda place: self._fails(place, func, given, tensors),
+            )
         if found is None:
             found = cache.described(result, at_point)
         if found is None:
@@ -299,6 +339,16 @@ class SizedKernels:
             if real is not None and real.items != found.items:
                 return real, True
         return found, False
+
+    def _fails(self, place: int, func: Any, given: Any, tensors: list[Any]) -> bool:
+        """Whether a kernel does not run at one of the points."""
+        at_point = self._tensors_at(place, tensors)
+        args, kwargs = _concrete(given, place, iter(at_point))
+        try:
+            self._kernels.run_once(func, args, kwargs, at_point)
+        except Exception:  # noqa: BLE001 - whatever the kernel raises
+            return True
+        return False
 
     def _tensors_at(self, place: int, tensors: list[Any]) -> list[Any]:
         """Tensors of the sizes at one of the points, which share memory as the arguments do."""
@@ -365,6 +415,16 @@ class SizedKernels:
 def signature(layout: Layout, plain: int) -> tuple[Any, ...]:
     """A key for all that a kernel can see of a fake tensor, at any value of the symbols."""
     return (plain, *layout.numbers())
+
+
+def _lies_as(made: Any, layout: Layout, like: Any) -> bool:
+    """Whether a result is new, of the kind of another one, and lies in this way."""
+    return (
+        type(made) is type(like) is cache.Made
+        and made.base is None
+        and (made.dtype, made.device) == (like.dtype, like.device)
+        and Layout(made.shape, made.stride, made.offset, made.bytes()) == layout
+    )
 
 
 def _twin(tensor: Any) -> Any:

@@ -166,8 +166,8 @@ def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 class Histories:
     """Gives what one run leaves its histories, each value once."""
 
-    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """`sources`: by path, the tensors from before the step that histories lead to."""
+    def __init__(self, sources: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """`sources`: by a history's identity, the tensors from before the step that it leads to."""
         self._sources = sources
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -177,9 +177,7 @@ class Histories:
             value.requires_grad_()
         elif history != "none":
             if id(value) not in self._known:
-                sources = (
-                    [] if in_group() else [self._sources[reference.path] for reference in history]
-                )
+                sources = () if in_group() else self._sources[id(history)]
                 self._known[id(value)] = value, with_history(value, _step_is_over, sources)
             return self._known[id(value)][1]
         return value

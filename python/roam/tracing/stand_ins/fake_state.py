@@ -29,6 +29,7 @@ from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
 from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
 from roam.state.nests import containers_in, pattern_of
+from roam.state.policies import Policies, Policy
 from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
@@ -97,7 +98,7 @@ class FakeState:
         reach: Reach,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        changing: set[str] | None = None,
+        policies: Policies | None = None,
         *,
         taker: Taker | None = None,
         asks_kernels: bool = False,
@@ -114,8 +115,7 @@ class FakeState:
 
         Args:
             reach, args, kwargs: what the step can get at, and its arguments.
-            changing: paths of Python numbers that the step keeps and changes, which are live; more
-                may come.
+            policies: of the places that the step changes; they may climb.
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, if the
                 step is of real tensors.
@@ -138,7 +138,7 @@ class FakeState:
         self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
-        self.changing = set() if changing is None else changing
+        self.policies = Policies() if policies is None else policies
         self.optimizers: list[torch.optim.Optimizer] = [
             optimizer for _, optimizer in reach.optimizers
         ]
@@ -177,7 +177,7 @@ class FakeState:
         self.rates = list({reference.place(): reference for reference in reversed(rates)}.values())[
             ::-1
         ]
-        self.numbers = list(number_references(reach, self.changing))
+        self.numbers = list(number_references(reach, self.policies.places(Policy.COUNTED)))
         """References to the numbers that the step keeps and changes outside of optimizers' state;
         some may hold none yet.
         """

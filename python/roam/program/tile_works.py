@@ -1,0 +1,79 @@
+"""What tiles call beside PyTorch's own operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+
+def add_product(total: Tensor, is_first: bool, left: Tensor, right: Tensor) -> None:
+    """Adds the product of a block's parts of two matrices, or two batches of them, to a total."""
+    if is_first:
+        torch.matmul(left, right, out=total)
+    elif left.dim() == 3:
+        total.baddbmm_(left, right)
+    else:
+        total.addmm_(left, right)
+
+
+def pick(scores: Tensor, label: Tensor) -> Tensor:
+    """The score of each row's label, as a column; of any other where the label is none."""
+    return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
+
+
+_PIECE_BYTES = 1 << 18
+"""Pieces of rows of about so many bytes are made of what takes memory for itself."""
+
+
+def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
+    """The sums of rows of which the gradient of a softmax, or of a log-softmax (whose output is not
+    needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of
+    the row, which adds nothing to it, not even a sign of zero.
+    """
+    found = grad.new_empty((*grad.shape[:-1], 1))
+    for rows in _pieces(grad):
+        wide = functional.pad(grad[rows], (0, 1), value=-0.0)
+        if output is None:
+            less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
+        else:
+            ones = functional.pad(output[rows], (0, 1), value=1.0)
+            less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
+        torch.neg(less[..., -1:], out=found[rows])
+    return found
+
+
+def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
+    """The exponential's negative, by the function of the softmax kernels, which is not that of
+    `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
+    """
+    made = torch.empty_like(values) if out is None else out
+    for rows in _pieces(values):
+        wide = functional.pad(values[rows], (0, 1))
+        one = torch.full_like(wide, -0.0)
+        one[..., -1] = 1
+        less = aten._log_softmax_backward_data(one, wide, -1, values.dtype)
+        made[rows].copy_(less[..., :-1])
+    return made
+
+
+def _pieces(tensor: Tensor) -> list[slice]:
+    rows = tensor.shape[0]
+    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
+    return [slice(start, start + each) for start in range(0, rows, each)]
+
+
+def less_share(grad: Tensor, output: Tensor, total: Tensor) -> Tensor:
+    """Some columns of the gradient of a softmax."""
+    return (grad - total) * output
+
+
+ELSEWHERE = -100
+
+
+def labels_from(target: Tensor, start: int, length: int, ignored: int) -> Tensor:
+    """Labels among some columns; `ELSEWHERE` for others and those that are ignored."""
+    is_here = (target >= start) & (target < start + length) & (target != ignored)
+    return torch.where(is_here, target - start, ELSEWHERE)
