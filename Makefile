@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # that is done takes over half of what another has left.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install install-wheel wheel dependencies demo quick test-planner test canaries durations rust-build rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu gpu-test docs site lint lint-workflows format lock release ci clean
+.PHONY: help install install-wheel wheel dependencies demo quick test-planner test canaries durations rust-build rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu gpu-test docs site lint lint-python lint-rust lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -33,7 +33,7 @@ help:
 	@echo "make ci          install, lint and tests: what continuous integration runs"
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"
-	@echo "make test        the Python tests, against what is installed; of each, as many cases as fit in a second"
+	@echo "make test        the Python tests, against what is installed; of each, as many cases as fit in half a second"
 	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
 	@echo "make durations   the Python tests, of those with many cases one in eight; keeps how long each takes, by which make quick and make test choose"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
@@ -166,14 +166,18 @@ site:
 	cp -r target/doc $(SITE)/rust
 	test -f $(SITE)/rust/roam_core/index.html
 
-lint:
+# Each by itself, so that `make ci` fills both cores with them; `make lint` runs one after the other.
+lint: lint-python lint-rust lint-workflows
+
+lint-rust:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --quiet --workspace --all-targets -- -D warnings
+
+lint-python:
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest roam._core
-	$(MAKE) --no-print-directory lint-workflows
 
 lint-workflows:
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
@@ -209,7 +213,7 @@ release:
 	ls -l $(DIST)
 
 # While packages arrive, a core compiles the planner and its tests, in one profile, so that most packages serve both. While
-# mypy thinks, the planner's tests run. The Python tests have the machine to themselves.
+# mypy thinks, clippy and the planner's tests run. The Python tests have the machine to themselves.
 ci: export CARGO_INCREMENTAL = 0
 ci: export WHEEL_PROFILE = checked
 ci:

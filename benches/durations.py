@@ -23,9 +23,12 @@ def read(report: Path) -> Counter[str]:
     """
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
-        file, *classes = case.attrib["classname"].removeprefix("tests.").split(".")
+        parts = case.attrib["classname"].split(".")
+        # Classes follow the first part that names a file of tests; folders precede it.
+        end = next(place for place, part in enumerate(parts, 1) if part.startswith("test_"))
         name = case.attrib["name"].partition("[")[0]
-        seconds["::".join([f"tests/{file}.py", *classes, name])] += float(case.attrib["time"])
+        file = f"{'/'.join(parts[:end])}.py"
+        seconds["::".join([file, *parts[end:], name])] += float(case.attrib["time"])
     return seconds
 
 

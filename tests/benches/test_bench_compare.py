@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import compare
+import durations
 import pytest
 from rich.console import Console
 
@@ -102,6 +103,25 @@ def test_durations() -> None:
     assert [compare.seconds(value) for value in (1.234, 0.0456, 7.8e-6, 9.1e-10)] == [
         "1.23 s", "45.6 ms", "7.8 us", "0.91 ns",
     ]  # fmt: skip
+
+
+def test_durations_of_tests_have_their_nodes_names(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Those of tests/durations.json, by which `make quick` and `make test` choose."""
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        """<testsuites><testsuite>
+        <testcase classname="tests.benches.test_bench" name="test_one[a]" time="0.25"/>
+        <testcase classname="tests.benches.test_bench" name="test_one[b]" time="0.5"/>
+        <testcase classname="tests.benches.test_bench.TestMore.TestEven" name="test_two" time="1"/>
+        </testsuite></testsuites>"""
+    )
+    assert durations.read(report) == {
+        "tests/benches/test_bench.py::test_one": 0.75,
+        "tests/benches/test_bench.py::TestMore::TestEven::test_two": 1,
+    }
+    assert request.node.nodeid.startswith("tests/benches/test_bench_compare.py::")
 
 
 @pytest.fixture
