@@ -58,7 +58,12 @@ def rows_table(record: Record) -> Table:
         for row in record["rows"]
         if (before := eager.get(row["family"])) is not None
     ]
-    return Table("Many shapes", (*_COLUMNS[:-1], *_BESIDE, _COLUMNS[-1]), rows)
+    columns = [
+        column
+        for column in (*_COLUMNS[:-1], *_BESIDE, _COLUMNS[-1])
+        if column.title not in _LATER or any(map(column.text, rows))
+    ]
+    return Table("Many shapes", tuple(columns), rows)
 
 
 def ways_table(record: Record) -> Table:
@@ -112,6 +117,8 @@ _COLUMNS = (
     Column("most, MiB", number("most_bytes", "{:.0f}", _MIB)),
     Column("note", lambda row: row.get("note", ""), right=False),
 )
+_LATER = ("of the pool", "most, MiB")
+"""Columns that older results do not have."""
 _BESIDE = (
     Column("growth - eager's", _beyond("growth_bytes")),
     Column("time : eager's", _share("cpu_s")),

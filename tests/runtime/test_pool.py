@@ -849,3 +849,15 @@ def test_results_that_are_copied_into_the_pool(monkeypatch: pytest.MonkeyPatch) 
         if executor.bindings.way(index) == "copy_in"
     }
     assert {"aten.native_layer_norm.default", "aten.convolution.default"} <= copied
+
+
+def test_a_pool_that_grows_gives_back_what_the_allocator_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[int] = []
+    pool = Pool(torch.device("cpu"))
+    monkeypatch.setattr(pools, "give_back_freed", lambda: given_back.append(pool.nbytes))
+    for size_bytes in (64, 32, 64, 128):
+        with pool.held(size_bytes):
+            assert pool.nbytes >= size_bytes
+    assert given_back == [0, 0]  # before it has memory of its own

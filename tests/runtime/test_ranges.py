@@ -112,6 +112,41 @@ def test_rising_lengths_are_planned_anew_without_another_capture(memory: str | N
     assert step._captures[0].step.arguments.sizes.largest()[0] >= 39
 
 
+def dropping() -> nn.Module:
+    blocks = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Dropout(0.1), nn.GELU())]
+    return nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50))
+
+
+@pytest.mark.parametrize("share", [None, 0.85])
+def test_within_a_limit_not_every_new_largest_size_is_planned_anew(
+    share: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is room for more where the limit allows it, with extra runs if need be."""
+    memory: Any = "85%"
+    if share is not None:
+        net = dropping()
+        plain = roam.compile(reading(net, torch.optim.AdamW(net.parameters())))
+        memory = int(share * plain.plan(ids_of(2, 116)).total_bytes)
+    caplog.set_level(logging.INFO, "roam.replans")
+    step = run_both(lengths(*range(40, 120, 4)), make=dropping, memory=memory)
+    assert len(step._captures) == 2
+    anew = [one for one in caplog.messages if "for larger arguments" in one]
+    assert 0 < len(anew) <= 7  # of twenty lengths
+    runner = step._captures[0].runners[-1]
+    assert runner.choice.recomputation is not None
+    assert runner.choice.total_bytes <= runner.choice.memory_limit_bytes
+    roam._core.verify(runner.choice.graph, runner.plan)
+
+
+def test_sizes_that_change_at_once_have_room_for_larger_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "roam.replans")
+    step = run_both(lengths(30, 20, 50, 12, 58), make=lambda: Reader(positions=256))
+    assert len(step._captures) == 2
+    assert not any("for larger arguments" in one for one in caplog.messages)
+
+
 @pytest.mark.parametrize("options", [{"pool": False}, {"poison": True}, {"keep_grads": True}])
 def test_all_ways_of_running_hold_for_ranges(options: dict[str, Any]) -> None:
     assert len(run_both(lengths(8, 5, 9, 12, 5, 9, 14), **options)._captures) == 2
@@ -197,7 +232,7 @@ def test_batches_of_so_many_tokens_are_planned_for_no_more_than_twice_as_many() 
 
 
 def test_smaller_batches_need_no_room() -> None:
-    step = run_both([(4, 8), (3, 8), (4, 8), (2, 8), (4, 8)])
+    step = run_both([(4, 8), (4, 8), (3, 8), (4, 8), (2, 8), (4, 8)])
     assert len(step._captures) == 2
     of_full, of_range = (
         captured
@@ -543,6 +578,33 @@ def test_convolutions_follow_the_size_of_images(
     assert len(step._captures) == 2
 
 
+def test_a_kernel_that_refuses_small_sizes_narrows_its_own_size_in_one_trace() -> None:
+    """A batch of 2 or 3 does not say how short texts may be."""
+
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        made = net(ids).transpose(1, 2)[:, :, None]
+        for _ in range(3):  # a text of fewer than 8 is refused by one of them
+            made = functional.max_pool2d(made, (1, 2))
+        return made.square().mean()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+
+    step = run_both([(3, 20), (2, 21), (3, 30), (2, 17), (3, 40)], loss_of, make)
+    assert len(step._captures) == 2
+    (sizes,) = (sizes for sizes in sizes_of(step) if sizes is not None)
+    assert min(sizes.least) == 2
+    assert max(sizes.least) >= 8
+    assert step._known.traces == 3  # two of the first batch, one for all sizes
+
+
+def test_the_text_of_a_first_step_is_never_made() -> None:
+    step = run_both(lengths(8, 8, 8))
+    first, later = step._captures[0].runners
+    assert first._executor._generated is None
+    assert later._executor._generated is not None
+
+
 def test_a_size_is_checked_until_a_run_has_come_to_its_end() -> None:
     net = Reader()
     step: Any = roam.compile(reading(net, torch.optim.SGD(net.parameters(), lr=0.1)), sizes=True)
@@ -692,13 +754,7 @@ class TestGiven:
         assert len(step._captures) == 1
 
     def test_a_limit_is_kept_at_all_sizes_or_refused_before_the_first(self) -> None:
-        def make() -> nn.Module:
-            blocks = [
-                layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Dropout(0.1), nn.GELU())
-            ]
-            return nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50))
-
-        sizes = {"ids": {1: 200}}
+        make, sizes = dropping, {"ids": {1: 200}}
         unlimited = run_both(lengths(9, 200), make=make, sizes=sizes).memory().total_bytes
         limit_bytes = int(0.8 * unlimited)
         step = run_both(lengths(9, 5, 200, 7), make=make, sizes=sizes, memory=limit_bytes)

@@ -166,9 +166,9 @@ class SizedKernels:
                 self.symbols.add_point(unclear.point)
 
     def _results_of(self, func: Any, given: Any, tensors: list[Any]) -> _Results:
-        alike = self._like_an_argument(func, given, tensors)
-        if alike is not None:
-            return alike
+        known = self._like_an_argument(func, given, tensors)
+        if known is not None:
+            return known
         found = self._at_points(func, given, tensors)
         first = found[0]
         if any(
@@ -205,6 +205,8 @@ class SizedKernels:
         (item,) = first.items
         if type(item) is cache.Given and all(one.items[0] == item for one in found):
             return _Results([(item, None)], None)
+        if type(item) is not cache.Made:
+            return None
         self._note_products(layouts)
         for layout in layouts:
             strides, elements = symbols.strides(layout.shape)
