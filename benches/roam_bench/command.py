@@ -48,6 +48,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         _first_call,
         _shapes,
         _tiles,
+        _pages,
         _compiled,
         _ranks,
         _memory,
@@ -223,6 +224,15 @@ def _tiles(command: _Command) -> None:
         metavar="DTYPE",
         help="these dtypes alone: float32, bfloat16",
     )
+
+
+def _pages(command: _Command) -> None:
+    made = command(
+        "pages",
+        "train networks within half of what their parameters and optimizer state take, in files",
+        *_MODELS,
+    )
+    _only(made, "network")
 
 
 def _compiled(command: _Command) -> None:

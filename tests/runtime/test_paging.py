@@ -25,6 +25,7 @@ from torch import nn
 import roam
 from roam.program import copies, paging
 from roam.program.pages import Pages, is_movable, is_paged
+from roam.runtime import available
 from training import assert_same_bits
 
 WIDTH = 64
@@ -37,9 +38,9 @@ def perceptron(optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any
     return model, optimizer(model.parameters(), **options)
 
 
-def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(4, WIDTH, generator=generator), torch.randint(
-        0, 3, (4,), generator=generator
+def batch(generator: torch.Generator, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, WIDTH, generator=generator), torch.randint(
+        0, 3, (samples,), generator=generator
     )
 
 
@@ -159,6 +160,37 @@ def averaged(model: Any, average: Any) -> None:
     with torch.no_grad():
         for one, other in zip(average.parameters(), model.parameters(), strict=True):
             one.lerp_(other, 0.1)
+
+
+def test_what_the_machine_has_free_is_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the parameters is free beside them, and their state is twice as large; what lies in
+    files is no memory that the step holds."""
+    model = perceptron()[0]
+    free = sum(one.nbytes for one in model.parameters()) // 2
+    monkeypatch.setattr(available, "_free_in_groups", lambda: iter(()))
+    monkeypatch.setattr(available, "_free_in_system", lambda: iter((free,)))
+    made, step = perceptron(), paged(tmp_path, memory="auto")
+    assert_same_bits(trained(clipped, perceptron()), trained(step, made))
+    assert step.memory().run_bytes <= 3 * free + 4 * 4 * (WIDTH + 2)
+    with pytest.raises(roam.PlanError):
+        trained(paged(tmp_path, memory="auto"), made, 1)
+
+
+def test_a_fit_tells_what_moves_to_files(tmp_path: Path) -> None:
+    def inputs(size: int) -> tuple[Any, ...]:
+        return (*perceptron(foreach=False), *batch(torch.Generator(), 4 * size))
+
+    without = roam.fit(clipped, inputs, memory=limit(), most=2, recompute=True)
+    assert without.size == 0
+    found = roam.fit(clipped, inputs, memory=limit(), most=2, offload=tmp_path)
+    assert found.size >= 1
+    traffic = found.trials[0].traffic
+    assert traffic is not None
+    assert traffic.read_bytes > traffic.written_bytes > 0
+    assert traffic.extra_s > 0
+    assert f"files in {tmp_path}" in str(found)
 
 
 def test_everyone_sees_current_values_between_steps(tmp_path: Path) -> None:

@@ -6,22 +6,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from roam._core import Graph, Plan, optimize
 from roam.errors import CaptureError, PlanError
 from roam.garbage import collections_wait
+from roam.kernels.transfers import block_ns
 from roam.memory_limit import MemoryLimit
+from roam.program.tier import Tier
 from roam.report.anatomy import overview
 from roam.report.figures import plan_figures
 from roam.report.table import format_bytes
 from roam.report.tables import Amount, Cell, Count, Table, as_html, as_text
+from roam.runtime.memory_report import StepMemory
+from roam.runtime.strategy import choose
 from roam.tracing.fakes.fake_mode import fake
-from roam.tracing.step import capture_step
+from roam.tracing.step import CapturedStep, capture_step
 
 MOST = 2**20
 """The largest size that is tried unless the caller says otherwise."""
 _REFUSED = ("memory_floor", "memory_limit_not_found")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a step moves to a folder's files and back.
+
+    Attributes:
+        folder: the folder.
+        read_bytes, written_bytes: parameters, state and gradients.
+        offloaded_bytes: activations, which are written once and read at least once.
+        extra_s: seconds that the step takes beyond one without a limit, by the model of the device
+            and the measured speed of the folder's disk, with what runs again.
+        step_s: seconds of the step without a limit, by the model of the device.
+    """
+
+    folder: str
+    read_bytes: int
+    written_bytes: int
+    offloaded_bytes: int
+    extra_s: float
+    step_s: float
+
+    @classmethod
+    def of(cls, memory: StepMemory, folder: Path) -> Traffic:
+        """Of a step by its plan."""
+        return cls(
+            str(folder),
+            sum(memory.read_bytes.values()),
+            sum(memory.written_bytes.values()),
+            memory.offloaded_bytes,
+            memory.extra_s,
+            memory.step_s,
+        )
+
+    def __str__(self) -> str:
+        share = self.extra_s / max(self.step_s, 1e-9)
+        stored = (
+            f" and {format_bytes(self.offloaded_bytes)} of activations are stored"
+            if self.offloaded_bytes
+            else ""
+        )
+        return (
+            f"with files in {self.folder}, of which a step reads {format_bytes(self.read_bytes)} and to "
+            f"which it writes {format_bytes(self.written_bytes)}{stored}, for {share:.1%} more time by "
+            "the model"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +84,18 @@ class Trial:
         fits: whether the first step and later ones keep within the limit by their plans.
         total_bytes: the larger total of the plans; None if no plan within the limit was found.
         is_proved: if it does not fit, whether it is proved that no plan of these operators fits.
+        traffic: what is moved to files and back; None if nothing is.
     """
 
     size: int
     fits: bool
     total_bytes: int | None
     is_proved: bool = False
+    traffic: Traffic | None = None
 
     def __str__(self) -> str:
         if self.fits:
-            return "fits"
+            return "fits" if self.traffic is None else f"fits, {self.traffic}"
         return "no plan can" if self.is_proved else "no plan was found"
 
 
@@ -105,6 +158,7 @@ def fit(
     recompute: bool = False,
     device: str = "cpu",
     most: int = MOST,
+    offload: str | Path | None = None,
 ) -> Fit:
     """Finds the largest batch, or other size, with which a training step keeps within a memory
     limit.
@@ -123,9 +177,13 @@ def fit(
         recompute: whether operators may run again if order and layout alone need more.
         device: where the step would run, ``"cpu"`` or ``"cuda"``.
         most: the largest size that is tried.
+        offload: a folder for tensors that may lie in files, as for `roam.compile`; operators may
+            run again then, too. `Trial.traffic` says what a step moves there, and what that takes.
+            The speed of the disk is measured.
 
     Raises:
         CaptureError: the step cannot be captured exactly.
+        ExecutionError: the folder cannot be used.
         ValueError: the limit is not an amount of bytes.
 
     Example:
@@ -142,7 +200,17 @@ def fit(
         return graphs_of(train_step, inputs, random_states=recompute)
 
     limit_bytes = MemoryLimit.of(memory).amount_bytes()
-    return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
+    if offload is None:
+        return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
+    folder = Path(offload).absolute()
+    block_ns(Tier.of(folder), limit_bytes)
+
+    def tried(size: int) -> tuple[Trial, Plan | None]:
+        with fake(device):
+            inputs = make_inputs(size)
+        return _tried_in_files(size, _captured(train_step, inputs), limit_bytes, folder)
+
+    return _largest(tried, limit_bytes, recompute=True, least=1, most=most)
 
 
 def graphs_of(
@@ -159,20 +227,25 @@ def graphs_of(
         CaptureError: the step cannot be captured exactly, or has no steady step.
     """
     with collections_wait():
-        captured = capture_step(train_step, tuple(args), {})
-        first, steady = captured.first, captured.steady
-        if steady is None:
-            assert first is not None, "one of them is there"
-            raise first.program.unsettled or CaptureError(
-                "there is no steady step to plan before the first step has run; call the compiled step "
-                "once",
-                code="unsettled",
-            )
+        captured = _captured(train_step, args)
         return [
             variant.graph_with_states if random_states else variant.graph
-            for variant in (first, steady)
+            for variant in (captured.first, captured.steady)
             if variant is not None
         ]
+
+
+def _captured(train_step: Callable[..., Any], args: Sequence[Any]) -> CapturedStep:
+    """A step that can be planned before it has run."""
+    captured = capture_step(train_step, tuple(args), {})
+    if captured.steady is None:
+        assert captured.first is not None, "one of them is there"
+        raise captured.first.program.unsettled or CaptureError(
+            "there is no steady step to plan before the first step has run; call the compiled step "
+            "once",
+            code="unsettled",
+        )
+    return captured
 
 
 def largest(
@@ -194,11 +267,27 @@ def largest(
         recompute: whether operators may run again.
         least, most: the smallest and the largest size that may be tried.
     """
+
+    def tried(size: int) -> tuple[Trial, Plan | None]:
+        return _tried(size, graphs_at(size), limit_bytes, recompute)
+
+    return _largest(tried, limit_bytes, recompute=recompute, least=least, most=most)
+
+
+def _largest(
+    tried: Callable[[int], tuple[Trial, Plan | None]],
+    limit_bytes: int,
+    *,
+    recompute: bool,
+    least: int,
+    most: int,
+) -> Fit:
+    """The same, of sizes that `tried` plans."""
     trials: dict[int, Trial] = {}
     plans: dict[int, Plan] = {}
 
     def fits(size: int) -> bool:
-        trials[size], found = _tried(size, graphs_at(size), limit_bytes, recompute)
+        trials[size], found = tried(size)
         if found is not None:
             plans[size] = found
         return trials[size].fits
@@ -264,3 +353,28 @@ def _tried(
         return Trial(size, True, plan.total_bytes), plan
     is_proved = any(plan.total_lower_bound_bytes > limit_bytes for plan in found)
     return Trial(size, False, plan.total_bytes, is_proved), None
+
+
+def _tried_in_files(
+    size: int, captured: CapturedStep, limit_bytes: int, folder: Path
+) -> tuple[Trial, Plan | None]:
+    """The same with tensors that may lie in files."""
+    variants = [one for one in (captured.first, captured.steady) if one is not None]
+    try:
+        choices = choose(
+            variants,
+            pool=None,
+            time_limit_s=None,
+            is_real=False,
+            memory=MemoryLimit(size_bytes=limit_bytes),
+            offload=folder,
+        )
+    except PlanError as error:
+        if error.code not in _REFUSED:
+            raise
+        return Trial(size, False, None), None
+    total_bytes = max(one.total_bytes for one in choices)
+    traffic = Traffic.of(StepMemory.planned(choices[-1]), folder)
+    is_moved = traffic.read_bytes + traffic.written_bytes + traffic.offloaded_bytes > 0
+    trial = Trial(size, True, total_bytes, traffic=traffic if is_moved else None)
+    return trial, max((one.plan for one in choices), key=lambda plan: plan.total_bytes)

@@ -38,6 +38,7 @@ from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering, kinds_of
 from roam.program.pages import Pages, is_movable
+from roam.program.pages import is_paged as is_in_file
 from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
@@ -52,6 +53,7 @@ from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
+from roam.state.references import ArgumentReference
 from roam.tracing.step import Variant
 
 Effort = Literal["order", "runs", "all"]
@@ -367,7 +369,8 @@ def choose(
         room_bytes = None
         if memory is not None:
             device, held_bytes = variants[-1].device, variants[-1].graph.persistent_bytes
-            memory = known_limit(memory, device, held_bytes)
+            in_files_bytes = _in_files_bytes(variants[-1].program)
+            memory = known_limit(memory, device, held_bytes - in_files_bytes)
             if is_real:
                 Pool.of(device).release()
             if memory.size_bytes is not None:
@@ -1476,6 +1479,17 @@ _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 def _is_paged(held_bytes: int, limit_bytes: int) -> bool:
     """Whether what is there before and after a step may have to lie in files between its uses."""
     return 2 * held_bytes > limit_bytes
+
+
+def _in_files_bytes(program: Program) -> int:
+    """What is there before a step and lies in files already."""
+    found = 0
+    for reference, slot in program.referenced:
+        if program.slots[slot] is not None and not isinstance(reference, ArgumentReference):
+            tensor = reference.get()
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_in_file(tensor):
+                found += program.storages[program.storage_of(slot)].size_bytes
+    return found
 
 
 def _take_in(program: Program, folder: Path) -> None:
