@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import roam
+from roam.runtime.beside.looks import looking
 from roam.runtime.beside.placeholders import is_possible
 from training import assert_same_bits
 
@@ -443,3 +445,29 @@ def test_a_compiled_step_in_another_one_is_a_part_of_that() -> None:
         return [outer(torch.randn(4, 6)) for _ in range(CALLS)]
 
     assert run(lambda step: roam.compile(step, python="beside")) == run(lambda step: step)
+
+
+def test_what_stands_in_the_place_of_a_look_is_what_is_there_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[torch.Tensor | None] = []
+    one = SimpleNamespace(is_busy=False, settle=told.append)
+    tensor = torch.ones(2)
+    with looking(one):
+        assert tensor.tolist() == [1, 1]
+        kept = torch.Tensor.tolist
+    with looking(one):
+        assert torch.Tensor.tolist is kept, "made once"
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda _: "mine")
+    with looking(one):
+        assert tensor.tolist() == "mine"  # type: ignore[comparison-overlap]
+        with looking(one):
+            assert tensor.tolist() == "mine"  # type: ignore[comparison-overlap]
+    assert tensor.tolist() == "mine"  # type: ignore[comparison-overlap]
+    monkeypatch.undo()
+    with looking(one):
+        assert tensor.tolist() == [1, 1]
+    tensor.tolist()
+    kept(tensor)
+    assert len(told) == 5, "each look in a block, of each block around it"
+    assert all(seen is tensor for seen in told)

@@ -191,13 +191,57 @@ def _layouts_compared() -> bool:
         torch.nn.Parameter(one), one.to(torch.complex128), one.to("meta"), one[:1], one.t().contiguous().t(), one.conj(),
         one._neg_view(), inference, one.clone().requires_grad_(),
     ]  # fmt: skip
+    trained = one.clone().requires_grad_()
+    trained.retain_grad()
+    check_trained = private.layout_check([trained])
     assert check is not None
+    assert check_trained is not None
+    with torch.no_grad():
+        is_blind |= check_trained(one.clone()) or not check_trained(trained)
     return (
         check(one.clone(), one.clone())
+        and check_trained(trained)
+        and not trained.retains_grad
         and not is_blind
         and not check(one, one)
         and not any(check(one, other) for other in others)
     )
+
+
+def _versions_move() -> bool:
+    """Whether each kind of change is seen, and nothing else is. What a function has done some times
+    the interpreter does in a quicker way.
+    """
+
+    class Holder:
+        def method(self) -> None: ...
+
+    def put() -> None:
+        holder.b = object()  # type: ignore[attr-defined]
+
+    def replace_method() -> None:
+        Holder.method = lambda self: None  # type: ignore[assignment, method-assign]
+
+    holder = Holder()
+    holder.b, holder.c = 1, 2  # type: ignore[attr-defined]
+    held: Any = {"a": holder}
+    code: Any = {"seen": 0}
+    exec("def write():\n    global seen\n    seen += 1", code)
+    changes: list[Callable[[], Any]] = [
+        lambda: held.update(a=1), lambda: held.setdefault("d", 1), lambda: held.pop("a"), held.popitem, lambda: held.update(f=1),
+        held.clear, lambda: held.__ior__({"e": 1}), lambda: held.__delitem__("e"), lambda: delattr(holder, "c"),
+        lambda: vars(holder).update(b=4), replace_method, lambda: setattr(Holder, "other", 1), lambda: delattr(Holder, "other"),
+        *[code["write"]] * 20, *[put] * 20, *[replace_method] * 20,
+    ]  # fmt: skip
+    dictionaries: list[Any] = [held, vars(holder), code, private.behind_proxy(vars(Holder))]
+    seen = private.dict_versions(dictionaries)
+    for change in changes:
+        change()
+        before, seen = seen, private.dict_versions(dictionaries)
+        if sum(map(operator.ne, before, seen)) != 1:
+            return False
+    holder.b, holder.method, held.get("e"), dict(code)  # type: ignore[attr-defined]
+    return seen == private.dict_versions(dictionaries)
 
 
 def _hooked() -> bool:
@@ -1599,6 +1643,8 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_dtensor": _in_group(_parts),
     "is_dtensor_class": _in_group(_parts),
     "dtensor_class": _in_group(_parts),
+    "behind_proxy": _versions_move,
+    "dict_versions": _versions_move,
     "engine_will_run": _will_run,
     "OPERATORS": _overloads,
     "finished_work": _finishes,

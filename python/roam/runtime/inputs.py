@@ -17,7 +17,7 @@ from roam.program.effects import held as held_by
 from roam.program.ir import Program
 from roam.state.equality import pattern
 from roam.state.references import ArgumentReference, OptimizerReference
-from roam.state.state_lookup import StateLookup, getter
+from roam.state.state_lookup import StateLookup, getter, picker
 from roam.torch_compat.private import FakeTensor, c_pointer
 
 
@@ -34,6 +34,11 @@ class Inputs:
         places: dict[str, list[int]] = {"state": [], "argument": [], "other": []}
         for place, reference in enumerate(references):
             places[_kind(reference)].append(place)
+        # All entries of one parameter's state are taken at once.
+        first: dict[int, int] = {}
+        places["state"].sort(
+            key=lambda place: first.setdefault(id(references[place].parameter), place)
+        )
         filled = [
             (keys.optimizer, parameter)
             for keys in program.state_keys
@@ -44,7 +49,7 @@ class Inputs:
         self._arguments = [references[place] for place in places["argument"]]
         order = [*places["state"], *places["other"], *places["argument"]]
         self._in_turn = [references[place] for place in (*places["state"], *places["other"])]
-        self._places = sorted(range(len(order)), key=order.__getitem__)
+        self._in_order = picker(sorted(range(len(order)), key=order.__getitem__))
 
         tensors = [place for place, meta in enumerate(metas) if meta is not None]
         self._numbers = [place for place, meta in enumerate(metas) if meta is None]
@@ -52,7 +57,7 @@ class Inputs:
         self._sharing = pattern([meta.storage for meta in metas if meta is not None])
         given = set(places["argument"])
         self._given = [place for place in tensors if place in given]
-        self._kept = [place for place in tensors if place not in given]
+        self._kept = picker([place for place in tensors if place not in given])
         storages = [
             meta.storage for place, meta in enumerate(metas) if meta is not None and place in given
         ]
@@ -79,7 +84,7 @@ class Inputs:
         except (LookupError, TypeError):  # something is not there
             found, entries = [reference.get() for reference in self._in_turn], None
         found += [reference.find(leaves) for reference in self._arguments]
-        return list(map(found.__getitem__, self._places)), entries
+        return list(self._in_order(found)), entries
 
     def share_as_captured(self, inputs: list[Any]) -> bool:
         """Whether those inputs that are tensors share storages as they did at capture, and no
@@ -97,8 +102,7 @@ class Inputs:
             return True
         if _overlap(storages, self._changed) is not None:
             return False
-        kept = [inputs[place] for place in self._kept]
-        self._seen = _Seen(kept)
+        self._seen = _Seen(list(self._kept(inputs)))
         return True
 
     def overlap(self, inputs: list[Any]) -> tuple[int, int] | None:
@@ -118,10 +122,7 @@ class Inputs:
         """
         if self._seen is None or not self._are_apart:
             return False
-        if (
-            list(map(torch.Tensor.data_ptr, map(inputs.__getitem__, self._kept)))
-            != self._seen.addresses
-        ):
+        if list(map(torch.Tensor.data_ptr, self._kept(inputs))) != self._seen.addresses:
             return False
         if any(isinstance(inputs[place], torch.Tensor) for place in self._numbers):
             return False
@@ -145,7 +146,7 @@ class Places:
         known = {id(reference): place for place, reference in enumerate(inputs)}
         others = [reference for reference in references if id(reference) not in known]
         known |= {id(other): len(inputs) + place for place, other in enumerate(others)}
-        self._places = [known[id(reference)] for reference in references]
+        self._pick = picker([known[id(reference)] for reference in references])
         self._others = others
 
     def found(self, held: Sequence[Any], leaves: list[Any]) -> list[Any]:
@@ -157,7 +158,7 @@ class Places:
         """
         if self._others:
             held = [*held, *(held_by(other, leaves) for other in self._others)]
-        return list(map(held.__getitem__, self._places))
+        return list(self._pick(held))
 
 
 class _Seen:

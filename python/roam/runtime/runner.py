@@ -61,7 +61,7 @@ from roam.state.references import (
     root_of,
 )
 from roam.state.state_guard import Kind, StateGuard
-from roam.state.state_lookup import getter
+from roam.state.state_lookup import getter, picker
 from roam.state.step_call import StepCall
 from roam.state.wrappers import Form
 from roam.torch_compat.private import (
@@ -227,7 +227,7 @@ class Runner:
         self._absent = others, gradients
         self._bare = [getter(one.parameter) for one in gradients]
         places = {id(reference): place for place, reference in enumerate(self._references)}
-        self._guarded = [places[id(reference)] for reference, _ in expected]
+        self._guarded = picker([places[id(reference)] for reference, _ in expected])
         wholes = [
             (reference, form)
             for reference, form in program.wholes
@@ -289,7 +289,7 @@ class Runner:
         and how they share memory.
         """
         held, entries = self._inputs.read(call.taken(self._taker).leaves)
-        guarded = list(map(held.__getitem__, self._guarded))
+        guarded = list(self._guarded(held))
         if (failure := self.state_guard.failure(guarded, entries)) is not None:
             return failure
         call.held, call.inputs = held, list(map(local_of, held)) if has_dtensors(held) else held
@@ -441,15 +441,15 @@ class Runner:
             parameters = self._parameters.found(call.held, leaves)
             call.held, call.inputs = [], []  # what nothing else holds is freed after its last use
         inputs += [tensor for tensor, _ in program.constants]
-        left = gradients_left(parameters)
         if misfit is not None:
             raise Declined(misfit)
+        gradients = gradients_left(parameters)
         if self.choice.pages is not None:
             with self._telling():
                 self.choice.pages.take_in([(path, inputs[place]) for path, place in self._paged])
         with interrupts_wait():
             with (
-                self._together(left),
+                self._together(gradients),
                 self._undisturbed(),
                 self._executor.held(),
                 self._kernels_alone(),
@@ -470,7 +470,7 @@ class Runner:
                     if self._groups:
                         leave(self._sequences, str(error))
                     failure = self._failed(error, drawn)
-                    for parameter, gradient in left if isinstance(failure, Declined) else ():
+                    for parameter, gradient in gradients if isinstance(failure, Declined) else ():
                         parameter.grad = gradient
                     if failure is error:
                         raise
@@ -688,12 +688,13 @@ class Runner:
         """Keeps autograd, autocast and function modes out: the program contains the backward pass
         and all casts itself.
         """
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(DisableTorchFunction())  # modes around the call have been recorded
-            for device in self._devices:
-                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        casting = [
+            device
+            for device in self._devices
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        ]
+        around = _without_autocast(casting) if casting else nullcontext()
+        with torch.no_grad(), DisableTorchFunction(), around:  # modes have been recorded
             yield
 
     def _failed(self, error: Exception, drawn: list[torch.Generator]) -> Exception:
@@ -843,6 +844,14 @@ class Runner:
             for reference, slot in program.referenced
             if program.storage_of(slot) in storages
         }
+
+
+@contextmanager
+def _without_autocast(devices: Iterable[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _found(reference: Any, leaves: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Final
 
 import torch
@@ -24,7 +24,7 @@ from roam.state.classes import dictionary_of, module_of, qualname_of
 from roam.state.equality import MISSING, Misfit, attributes_of, changed, show
 from roam.state.library_code import is_library, is_library_code, nested_code
 from roam.state.reach import Reach
-from roam.torch_compat.private import FakeTensor
+from roam.torch_compat.private import FakeTensor, behind_proxy, dict_versions
 
 _FUNCTIONS: Final = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -210,7 +210,9 @@ class Reliance:
         self._holders = [(path, holder, tuple(names)) for path, holder, names in holders.values()]
         self._places = [(identity, tuple(names)) for identity, (_, _, names) in holders.items()]
         self._getters = [(_getter(names), holder) for _, holder, names in self._holders]
-        self._expected = [holder[name] for _, holder, names in self._holders for name in names]
+        self._expected = [get(holder) for get, holder in self._getters]
+        self._dictionaries = [behind_proxy(holder) for _, holder, _ in self._holders]
+        self._versions = [-1] * len(self._dictionaries)
         self._tables = [dictionary_of(kind) for kind in self._classes]
         self._sizes = list(map(len, self._tables))
         self._names = list(map(_function_names, self._classes))
@@ -239,22 +241,25 @@ class Reliance:
     def _values(self) -> dict[tuple[int, str], Any]:
         """What was found under each name of each holder."""
         places = ((identity, name) for identity, names in self._places for name in names)
-        return dict(zip(places, self._expected, strict=True))
+        return dict(zip(places, chain.from_iterable(self._expected), strict=True))
 
     def failure(self) -> Misfit | None:
         """None while all of it is the same, else what is not."""
-        try:
-            is_same = all(
-                map(
-                    operator.is_,
-                    chain.from_iterable([get(holder) for get, holder in self._getters]),
-                    self._expected,
+        # What no change has moved since the last comparison holds the same under each name.
+        versions = dict_versions(self._dictionaries)
+        if versions != self._versions:
+            moved = list(map(operator.ne, versions, self._versions))
+            places = zip(self._getters, self._expected, strict=True)
+            try:
+                are_same = all(
+                    all(map(operator.is_, get(holder), expected))
+                    for (get, holder), expected in compress(places, moved)
                 )
-            )
-        except KeyError:
-            is_same = False
-        if not is_same:
-            return self._replaced()
+            except KeyError:
+                are_same = False
+            if not are_same:
+                return self._replaced()
+            self._versions = versions
         if list(map(len, self._tables)) != self._sizes:
             for kind, names in zip(self._classes, self._names, strict=True):
                 if added := [name for name in _function_names(kind) if name not in names]:
@@ -271,7 +276,7 @@ class Reliance:
         return self._environment_failure()
 
     def _replaced(self) -> Misfit:
-        expected = iter(self._expected)
+        expected = chain.from_iterable(self._expected)
         for path, holder, names in self._holders:
             for name in names:
                 before, now = next(expected), holder.get(name, MISSING)

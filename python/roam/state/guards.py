@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from typing import Any, Final, Literal
 
 import torch
@@ -55,6 +55,7 @@ from roam.state.sizes import Symbols
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
 from roam.state.value_stand_ins import is_left_by_tokenizer
+from roam.torch_compat.private import dict_versions
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -527,7 +528,11 @@ class _SpaceCheck:
 
 
 class _Bulk:
-    """Many space checks in a few passes."""
+    """Many space checks in a few passes.
+
+    Most state is in dictionaries. Each has a version that every change moves; so one whose version
+    is that of the last comparison holds the same under the same keys, in the same order.
+    """
 
     def __init__(self, checks: list[_SpaceCheck]) -> None:
         self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
@@ -536,32 +541,42 @@ class _Bulk:
         self.checks = [check for check in checks if not isinstance(check.space, NamesSpace)]
         # Most tables of a module are empty, and stay so.
         self._empty = [check.space.holder for check in self.checks if not check.expected]
-        self._filled = checks = [check for check in self.checks if check.expected]
-        self._holders: list[Any] = [check.space.holder for check in checks]
+        filled = [check for check in self.checks if check.expected]
+        self._versioned = [check for check in filled if _has_version(check.space.holder)]
+        self._dictionaries: list[Any] = [check.space.holder for check in self._versioned]
+        self._versions = [-1] * len(self._dictionaries)
+        self._others = [check for check in filled if not _has_version(check.space.holder)]
+        self._holders: list[Any] = [check.space.holder for check in self._others]
         # Views show the dictionary of now, however often it changes.
         self._values = [
             holder.values() if isinstance(holder, dict) else holder for holder in self._holders
         ]
-        self._dictionaries = [holder for holder in self._holders if isinstance(holder, dict)]
+        self._keyed = [holder for holder in self._holders if isinstance(holder, dict)]
         self._expect()
 
     def _expect(self) -> None:
-        self._sizes = [len(check.expected) for check in self._filled]
-        self._expected = [value for check in self._filled for _, value in check.expected]
+        self._sizes = [len(check.expected) for check in self._others]
+        self._expected = [value for check in self._others for _, value in check.expected]
         self._keys = [
             key
-            for check in self._filled
+            for check in self._others
             if isinstance(check.space, MappingSpace)
             for key, _ in check.expected
         ]
         self._expected_named = [value for check in self.named for _, value in check.expected]
 
     def failure(self) -> Misfit | None:
+        versions = dict_versions(self._dictionaries)  # before their contents are looked at
+        if versions != self._versions:
+            moved = map(operator.ne, versions, self._versions)
+            if (reason := _first_failure(compress(self._versioned, moved))) is not None:
+                return reason
+            self._versions = versions
         if (
             not any(self._empty)
             and list(map(len, self._holders)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._values), self._expected))
-            and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
+            and all(map(operator.is_, chain.from_iterable(self._keyed), self._keys))
             and all(
                 map(
                     operator.is_,
@@ -571,18 +586,31 @@ class _Bulk:
             )
         ):
             return None
-        for check in (*self.checks, *self.named):
-            items = check.space.items()
-            if len(items) != len(check.expected) or not all(
-                key is old and value is expected
-                for (key, value), (old, expected) in zip(items, check.expected, strict=True)
-            ):
-                reason = check.failure()
-                if reason is not None:
-                    return reason
-                check.rebase()
+        if (reason := _first_failure((*self.checks, *self.named))) is not None:
+            return reason
         self._expect()
         return None
+
+
+def _has_version(holder: Any) -> bool:
+    return isinstance(holder, dict) and not isinstance(holder, OrderedDict)
+
+
+def _first_failure(checks: Iterable[_SpaceCheck]) -> Misfit | None:
+    """Compares spaces entry by entry. Those that hold other objects which are the same for a step
+    are expected to hold these from now on.
+    """
+    for check in checks:
+        items = check.space.items()
+        if len(items) != len(check.expected) or not all(
+            key is old and value is expected
+            for (key, value), (old, expected) in zip(items, check.expected, strict=True)
+        ):
+            reason = check.failure()
+            if reason is not None:
+                return reason
+            check.rebase()
+    return None
 
 
 class _Functions:

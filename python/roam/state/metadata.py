@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress
 from typing import Any, Final
 
 import torch
@@ -260,34 +260,39 @@ def _seen(tensors: list[Any]) -> list[tuple[Any, ...]]:
 def _others(tensors: list[Any]) -> list[Any]:
     """What `metadata_of` says of strided tensors and `_seen` does not."""
     kinds = list(map(type, tensors))
-    views = [place for place, found in enumerate(map(is_view, tensors)) if found]
     return [
         kinds,
         list(map(layout_over_devices, tensors)) if has_inner(tensors) else [],
-        [place for place in views if is_cut_off(tensors[place])],
+        [place for place in _views(tensors) if is_cut_off(tensors[place])],
         *[list(map(method, tensors)) for method in _METHODS],
         *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
     ]
 
 
-_NOT_CHECKED: Final = operator.attrgetter("requires_grad", "is_leaf", "retains_grad", "grad_dtype")
+def _views(tensors: list[Any]) -> Iterator[int]:
+    """The places of the views."""
+    return compress(range(len(tensors)), map(is_view, tensors))
+
+
+_are_leaves: Final = operator.attrgetter("is_leaf")
+_gradient_dtype: Final = operator.attrgetter("grad_dtype")
+_retains: Final = operator.attrgetter("retains_grad")
 
 
 def _unchecked(tensors: list[Any]) -> list[Any]:
     """What `_seen` and `_others` say of strided tensors without hooks, and `layout_check` does
-    not.
+    not. No leaf retains its gradient in the sense of `retains_grad`.
     """
+    leaves = list(map(_are_leaves, tensors))
     try:
-        seen = list(map(_NOT_CHECKED, tensors))
-    except RuntimeError:  # as in `gradient_dtype`
-        seen = [
-            (gradient_dtype(tensor), tensor.requires_grad, tensor.is_leaf, tensor.retains_grad)
-            for tensor in tensors
-        ]
-    views = [place for place, found in enumerate(map(is_view, tensors)) if found]
+        dtypes = list(map(_gradient_dtype, tensors))
+    except RuntimeError:
+        dtypes = list(map(gradient_dtype, tensors))
     return [
-        seen,
-        [place for place in views if is_cut_off(tensors[place])],
+        leaves,
+        dtypes,
+        [] if all(leaves) else list(map(_retains, tensors)),
+        [place for place in _views(tensors) if is_cut_off(tensors[place])],
         list(map(torch.Tensor.storage_offset, tensors)),
         any(map(hooks_of, tensors)),
         any(map(gradient_hooks_of, tensors)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,13 @@ def getter(reference: Any) -> Callable[[], Any]:
             return functools.partial(dict.get, space.holder, reference.key, MISSING)
     found: Callable[[], Any] = reference.get
     return found
+
+
+def picker(places: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """What takes the values at these places, or under these keys, out of many."""
+    if len(places) < 2:
+        return lambda values: [values[place] for place in places]
+    return operator.itemgetter(*places)
 
 
 class StateLookup:
@@ -46,8 +54,14 @@ class StateLookup:
             if not self._runs or self._runs[-1][0] is not optimizer:
                 self._runs.append((optimizer, []))
             self._runs[-1][1].append(getter(place))
-        self._places = [places[id(one.optimizer), id(one.parameter)] for one in references]
-        self._keys = [one.key for one in references]
+        self._groups: list[tuple[int, Callable[[Any], Sequence[Any]]]] = []
+        """References of one parameter that follow one another: its place, and what takes their
+        entries."""
+        by_parameter = itertools.groupby(
+            references, lambda one: places[id(one.optimizer), id(one.parameter)]
+        )
+        for place, group in by_parameter:
+            self._groups.append((place, picker([one.key for one in group])))
 
     def of_parameters(self) -> list[Any]:
         """What optimizers keep of each parameter, each once; None where they keep nothing.
@@ -74,4 +88,7 @@ class StateLookup:
         Raises:
             LookupError, TypeError: one is not there.
         """
-        return list(map(operator.getitem, map(of_parameters.__getitem__, self._places), self._keys))
+        found: list[Any] = []
+        for place, pick in self._groups:
+            found += pick(of_parameters[place])
+        return found

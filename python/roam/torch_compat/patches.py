@@ -325,14 +325,30 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
     with _undone() as stack:
         with interrupts_wait():
             wanted = list(replacements)
-            _check_listed(wanted, of)
+            if type(replacements) is not Listed:
+                _check_listed(wanted, of)
             know_functions()
+            put: list[tuple[Any, str, Any, bool]] = []
+            stack.callback(_put_all_back, put)
             for holder, name, value in wanted:
                 if name in ("__class__", "__dict__"):
                     stack.enter_context(_in_class(holder, name, value))
                 else:
-                    stack.callback(_put_back, holder, name, *_put(holder, name, value))
+                    put.append((holder, name, *_put(holder, name, value)))
         yield
+
+
+class Listed(list[Replacement]):
+    """Replacements of holders that `PATCHES` has, to be put in place again and again."""
+
+    def __init__(self, replacements: Iterable[Replacement]) -> None:
+        """Checks them.
+
+        Raises:
+            Unlisted: one is of a holder that `PATCHES` does not have.
+        """
+        super().__init__(replacements)
+        _check_listed(self, None)
 
 
 @contextmanager
@@ -416,6 +432,16 @@ def _put(holder: Any, name: str, value: Any) -> tuple[Any, bool]:
         raise AttributeError(f"{holder!r} does not have the attribute {name!r}")
     setattr(holder, name, value)
     return original, is_own
+
+
+def _put_all_back(put: list[tuple[Any, str, Any, bool]]) -> None:
+    """Puts the originals back, the last replacement's first, all of them even if one cannot be."""
+    try:
+        while put:
+            _put_back(*put.pop())
+    finally:
+        if put:
+            _put_all_back(put)
 
 
 def _put_back(holder: Any, name: str, original: Any, is_own: bool) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
 import importlib
 import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -159,8 +160,9 @@ def on_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """A function that takes as many tensors, and says in one pass of C++ whether each has the
-    class, dtype, device, sizes, strides, and conjugate, negative and inference bits of the one in
-    its place. It says no of tensors among which one comes twice. It does not keep the tensors.
+    class, dtype, device, sizes, strides, `requires_grad`, and conjugate, negative and inference
+    bits of the one in its place. It says no of tensors among which one comes twice. It does not
+    keep the tensors.
 
     None where the answers would miss differences: while gradients are off or in inference mode,
     which hide what they change.
@@ -174,9 +176,24 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return found
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd sees a tensor as a view of another."""
-    return tensor._is_view()
+def dict_versions(dictionaries: Iterable[dict[Any, Any]]) -> list[int]:
+    """A number for each dictionary that every change of its keys or values changes, and that no two
+    states of dictionaries share. An `OrderedDict` has an order beside it, which may change alone.
+    """
+    from torch._C._dynamo.guards import dict_version
+
+    return list(map(dict_version, dictionaries))
+
+
+def behind_proxy(holder: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionary that a class's read-only `__dict__` shows; a dictionary as it is."""
+    held = [holder] if isinstance(holder, dict) else gc.get_referents(holder)
+    (found,) = (one for one in held if isinstance(one, dict))
+    return found
+
+
+is_view: Callable[[Any], bool] = torch.Tensor._is_view
+"""Whether autograd sees a tensor as a view of another."""
 
 
 def is_zero_derivative(tensor: torch.Tensor) -> bool:
@@ -1572,6 +1589,7 @@ __all__ = [
     "backend_name",
     "backward_compiler",
     "base_name",
+    "behind_proxy",
     "boxed",
     "broadcast_buckets",
     "c_function",
@@ -1588,6 +1606,7 @@ __all__ = [
     "current_node",
     "ddp_parameters",
     "deterministic_switches",
+    "dict_versions",
     "disable_current_modes",
     "disable_fake_tensor_cache",
     "dispatch_modes",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -16,7 +17,7 @@ import torch
 from roam.runtime.beside.placeholders import note_known
 from roam.runtime.beside.recording import tensors_in
 from roam.state.code_guards import TOLD_BY
-from roam.torch_compat.patches import KERNEL_SWITCHES, replaced
+from roam.torch_compat.patches import KERNEL_SWITCHES, Listed, Replacement, replaced
 from roam.torch_compat.private import (
     FROM_STANCE,
     TENSOR_DATA,
@@ -83,30 +84,59 @@ def _chooses(variable: Any) -> bool:
     return os.fsdecode(variable).startswith(TOLD_BY)
 
 
-@contextmanager
-def looking(one: Any) -> Iterator[None]:
-    """In the block, a `Looked`, which may be a dispatch mode, is told of this thread's looks before
-    anything is seen.
-    """
-    thread, depth = threading.get_ident(), 0
+class _Listener:
+    """Who is told by the functions that stand in the places of PyTorch's.
 
-    def is_ours() -> bool:
+    Attributes:
+        one: the `Looked`, which may be a dispatch mode; None if nobody is told.
+    """
+
+    def __init__(self) -> None:
+        self.one: Any = None
+        self._thread, self._depth = 0, 0
+
+    @contextmanager
+    def listening(self, one: Any) -> Iterator[None]:
+        """In the block, this one is told of what this thread does."""
+        self.one, self._thread, self._depth = one, threading.get_ident(), 0
+        try:
+            yield
+        finally:
+            self.one = None
+
+    def is_asked(self) -> bool:
+        """Whether what runs now is the step's own."""
+        one = self.one
         return (
-            depth == 0
+            self._depth == 0
+            and one is not None
             and not one.is_busy
-            and (threading.get_ident() == thread or any(mode is one for mode in dispatch_modes()))
+            and (
+                threading.get_ident() == self._thread
+                or any(mode is one for mode in dispatch_modes())
+            )
         )
 
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """In the block, nobody is told of anything."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
     def telling(
-        original: Callable[..., Any], *, of_tensor: bool, gives_memory: bool = False
+        self, original: Callable[..., Any], *, of_tensor: bool, gives_memory: bool = False
     ) -> Callable[..., Any]:
+        """A function that tells of a look, and looks."""
+
         @functools.wraps(original)
         def look(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            if not is_ours():
+            if not self.is_asked():
                 return original(*args, **kwargs)
-            depth += 1
-            try:
+            one = self.one
+            with self.left_alone():
                 if of_tensor and is_wrapped(args[0]):
                     one.unseen(
                         "it looks at a tensor inside of a function transform", "refused_operator"
@@ -125,94 +155,165 @@ def looking(one: Any) -> Iterator[None]:
                     if gives_memory:
                         one.exposed(args[0], result if type(result) is numpy.ndarray else None)
                     return result
-            finally:
-                depth -= 1
 
         return look
 
     def making(
-        original: Callable[..., Any], place: int, *, is_whole: bool = False
+        self, original: Callable[..., Any], place: int, *, is_whole: bool = False
     ) -> Callable[..., Any]:
+        """A function that tells of the tensors that it reads by itself, among the argument at this
+        place: those in a list, or all.
+        """
+
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if is_ours():
+            if self.is_asked():
                 data = args[place : place + 1]
                 is_list = bool(data) and type(data[0]) in (list, tuple)
                 with disable_current_modes():
                     for tensor in tensors_in(data) if is_list or is_whole else ():
-                        one.settle(tensor)
+                        self.one.settle(tensor)
             return original(*args, **kwargs)
 
         return make
 
     def announced(
+        self,
         original: Callable[..., Any],
-        tell: Callable[[], None],
+        tell: Callable[[Any], None],
         by: Callable[..., bool] = lambda *_: True,
     ) -> Callable[..., Any]:
+        """A function that tells of a call, if its first argument is such."""
+
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if is_ours() and by(*args[:1]):
+            if self.is_asked() and by(*args[:1]):
                 with disable_current_modes():
-                    tell()
+                    tell(self.one)
             return original(*args, **kwargs)
 
         return function
 
-    def data(tensor: torch.Tensor) -> torch.Tensor:
+    def data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`x.data`."""
         alias: torch.Tensor = TENSOR_DATA.__get__(tensor)
-        if is_ours():
-            one.aliased(tensor, alias)
+        if self.is_asked():
+            self.one.aliased(tensor, alias)
         return alias
 
-    def assign(tensor: torch.Tensor, data: Any) -> None:
-        if is_ours():
+    def assign(self, tensor: torch.Tensor, data: Any) -> None:
+        """`x.data = y`."""
+        if self.is_asked():
             with disable_current_modes():
-                one.assigned(tensor)
+                self.one.assigned(tensor)
         TENSOR_DATA.__set__(tensor, data)
 
-    def compiling() -> None:
-        one.unseen(
-            "it calls what torch.compile has compiled, whose kernels nothing sees; leave torch.compile out",
-            "compiled_call",
+    def patches(self) -> list[Replacement]:
+        """What is put in the places of what is there now."""
+        telling, announced, making = self.telling, self.announced, self.making
+        patches: list[Replacement] = [
+            (
+                torch.Tensor,
+                name,
+                telling(getattr(torch.Tensor, name), of_tensor=True, gives_memory=name in _GIVING),
+            )
+            for name in _LOOKS
+        ]
+        patches.append((torch.Tensor, "data", property(self.data, self.assign)))
+        for modules, names in (
+            ((torch, torch.random), _GENERATORS),
+            ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS),
+        ):
+            for name in names:
+                look = telling(getattr(modules[1], name), of_tensor=False)
+                patches += [(module, name, look) for module in modules if hasattr(module, name)]
+        patches += [
+            (C, name, announced(getattr(C, name), _switching))
+            for name in KERNEL_SWITCHES
+            if hasattr(C, name)
+        ]
+        if evaluation := frame_evaluation():
+            begins = announced(vars(evaluation)[FROM_STANCE], _compiling, by=callable)
+            patches.append((evaluation, FROM_STANCE, begins))
+        for name in ("putenv", "unsetenv"):  # which os.environ calls too
+            patches.append((os, name, announced(getattr(os, name), _switching, by=_chooses)))
+        for name in ("set_num_threads", "set_flush_denormal"):
+            patches.append((torch, name, announced(getattr(torch, name), _switching)))
+        prop = torch.backends.ContextProp
+        patches.append((prop, "__set__", announced(prop.__set__, _switching)))
+        for name in (
+            "tensor",
+            "as_tensor",
+            "asarray",
+        ):  # which read numbers out of tensors in lists
+            patches.append((torch, name, making(getattr(torch, name), 0)))
+        patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
+        for reading, name, place in _READING:
+            patches.append((reading, name, making(getattr(reading, name), place, is_whole=True)))
+        for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
+            patches.append((holder, name, announced(getattr(holder, name), _threaded)))
+        return patches
+
+
+def _switching(one: Looked) -> None:
+    one.switching()
+
+
+def _threaded(one: Looked) -> None:
+    one.threaded()
+
+
+def _compiling(one: Looked) -> None:
+    one.unseen(
+        "it calls what torch.compile has compiled, whose kernels nothing sees; leave torch.compile out",
+        "compiled_call",
+    )
+
+
+class _Kept(NamedTuple):
+    """Functions that stood in the places of others, to be put there again."""
+
+    listener: _Listener
+    patches: Listed
+    originals: list[Any]
+    """What was in their places."""
+    has_evaluation: bool
+    """Whether Dynamo's way to evaluate frames was there, which PyTorch imports late."""
+
+    @classmethod
+    def made(cls) -> _Kept:
+        listener = _Listener()
+        patches = Listed(listener.patches())
+        return cls(listener, patches, _now(patches), frame_evaluation() is not None)
+
+    def fits(self) -> bool:
+        """Whether nothing stands there now, and what is there is what was."""
+        return (
+            self.listener.one is None
+            and self.has_evaluation is (frame_evaluation() is not None)
+            and all(map(operator.is_, _now(self.patches), self.originals))
         )
 
-    patches: list[Any] = [
-        (
-            torch.Tensor,
-            name,
-            telling(getattr(torch.Tensor, name), of_tensor=True, gives_memory=name in _GIVING),
-        )
-        for name in _LOOKS
-    ]
-    patches.append((torch.Tensor, "data", property(data, assign)))
-    for modules, names in (
-        ((torch, torch.random), _GENERATORS),
-        ((torch.cuda, torch.cuda.random), _CUDA_GENERATORS),
-    ):
-        for name in names:
-            look = telling(getattr(modules[1], name), of_tensor=False)
-            patches += [(module, name, look) for module in modules if hasattr(module, name)]
-    patches += [
-        (C, name, announced(getattr(C, name), one.switching))
-        for name in KERNEL_SWITCHES
-        if hasattr(C, name)
-    ]
-    if evaluation := frame_evaluation():
-        begins = announced(vars(evaluation)[FROM_STANCE], compiling, by=callable)
-        patches.append((evaluation, FROM_STANCE, begins))
-    for name in ("putenv", "unsetenv"):  # which os.environ calls too
-        patches.append((os, name, announced(getattr(os, name), one.switching, by=_chooses)))
-    for name in ("set_num_threads", "set_flush_denormal"):
-        patches.append((torch, name, announced(getattr(torch, name), one.switching)))
-    prop = torch.backends.ContextProp
-    patches.append((prop, "__set__", announced(prop.__set__, one.switching)))
-    for name in ("tensor", "as_tensor", "asarray"):  # which read numbers out of tensors in lists
-        patches.append((torch, name, making(getattr(torch, name), 0)))
-    patches.append((torch.Tensor, "new_tensor", making(torch.Tensor.new_tensor, 1)))
-    for reading, name, place in _READING:
-        patches.append((reading, name, making(getattr(reading, name), place, is_whole=True)))
-    for holder, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
-        patches.append((holder, name, announced(getattr(holder, name), one.threaded)))
-    with replaced(patches):
-        yield
+
+def _now(patches: list[Replacement]) -> list[Any]:
+    """What is in the places of patches."""
+    return [getattr(holder, name, None) for holder, name, _ in patches]
+
+
+_kept: list[_Kept] = []
+"""What the last call has put in place, since to make it takes longer than to put it there."""
+
+
+@contextmanager
+def looking(one: Any) -> Iterator[None]:
+    """In the block, a `Looked`, which may be a dispatch mode, is told of this thread's looks before
+    anything is seen.
+    """
+    kept = _kept.pop() if _kept else None  # no other thread has it meanwhile
+    if kept is None or not kept.fits():
+        kept = _Kept.made()
+    try:
+        with kept.listener.listening(one), replaced(kept.patches):
+            yield
+    finally:
+        _kept[:] = [kept]
