@@ -73,6 +73,7 @@ from roam.state.library_code import (
     is_library_code,
     is_opaque,
     is_pytorchs,
+    is_reporter,
     is_watcher,
     names_of,
     tested_names,
@@ -528,6 +529,7 @@ class _Walk:
         if not self._is_new(value):
             return
         self.holder = None if _is_replaced(value) else id(value)
+        self.reach.has_reporters |= is_reporter(value)
         if kind in KINDS and path in self.growing:
             self.grown.append((path, value))
         elif kind in (list, dict) and path in self.renewed:

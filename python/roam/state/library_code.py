@@ -74,6 +74,10 @@ _WATCHERS: Final = (
     *("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler"),
     *("torch._dynamo", "torch._inductor"),  # compilers, which change whenever they compile
 )
+# Those that tell people about a run. `csv` writes through objects of a module in C.
+REPORTERS: Final = (
+    "_csv", "loguru", "mlflow", "rich", "tensorboard", "tensorboardX", "torch.utils.tensorboard", "tqdm", "wandb",
+)  # fmt: skip
 # Packages whose objects say where tensors are and who talks to whom: they stay as they are made.
 _MESHES: Final = (
     "torch.distributed.device_mesh",
@@ -188,6 +192,21 @@ def is_watcher(kind: type) -> bool:
     """Whether objects of a class only watch a training run, and change at every step."""
     module = _home_of(kind)
     return type(module) is str and is_in(module, _WATCHERS)
+
+
+def is_reporter(value: object) -> bool:
+    """Whether a value is, or is from, a package that tells people about a training run."""
+    kind = type(value)
+    if kind is types.ModuleType:
+        return is_in(str(vars(value).get("__name__")), REPORTERS)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return is_in(str(value.__module__), REPORTERS)
+    return _is_of_reporter(value if isinstance(value, type) else kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_reporter(kind: type) -> bool:
+    return is_in(str(_home_of(kind)), REPORTERS)
 
 
 def is_opaque(kind: type) -> bool:

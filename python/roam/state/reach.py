@@ -86,6 +86,7 @@ class Reach:
             the refusal of a step that runs a backward pass.
         shared: the containers among the arguments that guarded state holds too.
         growing: lists to which the step only adds. What is in them is not entered.
+        has_reporters: whether one of the values is from a package that tells people about a run.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -98,6 +99,7 @@ class Reach:
         self.generators: list[tuple[str, torch.Generator]] = []
         self.random_sources: list[tuple[str, Any]] = []
         self.iterators: list[tuple[str, Any]] = []
+        self.has_reporters = False
         self.caches: list[tuple[str, Any]] = []
         self.slots: list[Slot] = []
         self.places: list[Place] = []

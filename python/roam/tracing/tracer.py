@@ -72,6 +72,7 @@ from roam.tracing.stand_ins.function_stand_ins import (
     tracing,
 )
 from roam.tracing.stand_ins.inner_tracers import refusal_of_tracer
+from roam.tracing.stand_ins.reporters import reports_refused
 
 
 def trace(
@@ -179,6 +180,8 @@ def trace(
                     lambda reason: recorder.refuse(reason, code="moved")
                 )
             )
+            if fake_state.reach.has_reporters:
+                stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
             containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
