@@ -50,43 +50,57 @@ def seconds(run: Callable[[], Any], times: int = 30) -> float:
     return min(taken)
 
 
+def cost(kind: Any, layers: int) -> tuple[int, float, float, float]:
+    """How many operators a step has, and the seconds that it takes eagerly, under a dispatch mode
+    that does nothing, and beside its plan.
+    """
+    weights = [torch.nn.Parameter(torch.randn(4, 4) * 0.1) for _ in range(layers)]
+    optimizer = kind(weights, lr=0.01)
+    log: list[float] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        hidden = x
+        for weight in weights:
+            hidden = torch.tanh(hidden @ weight) + x
+        loss = hidden.square().mean()
+        loss.backward()
+        optimizer.step()
+        log.append(loss.item())
+        return loss
+
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        step(x)
+    with Count() as count:
+        step(x)
+
+    def under_a_mode() -> None:
+        with Nothing():
+            step(x)
+
+    eager_s, python_s = seconds(lambda: step(x)), seconds(under_a_mode)
+    compiled = roam.compile(step, python="beside")
+    for _ in range(5):
+        compiled(x)
+    return count.number, eager_s, python_s, seconds(lambda: compiled(x))
+
+
 def main(layers: int) -> None:
     torch.set_num_threads(1)
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        weights = [torch.nn.Parameter(torch.randn(4, 4) * 0.1) for _ in range(layers)]
-        optimizer = kind(weights, lr=0.01)
-        log: list[float] = []
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()  # noqa: B023 - it is called in this turn
-            hidden = x
-            for weight in weights:  # noqa: B023
-                hidden = torch.tanh(hidden @ weight) + x
-            loss = hidden.square().mean()
-            loss.backward()
-            optimizer.step()  # noqa: B023
-            log.append(loss.item())  # noqa: B023
-            return loss
-
-        x = torch.randn(4, 4)
-        for _ in range(3):
-            step(x)
-        with Count() as count:
-            step(x)
-
-        def under_a_mode(step: Any = step, x: torch.Tensor = x) -> None:
-            with Nothing():
-                step(x)
-
-        eager_s, python_s = seconds(lambda: step(x)), seconds(under_a_mode)  # noqa: B023
-        compiled = roam.compile(step, python="beside")
-        for _ in range(5):
-            compiled(x)
-        beside_s = seconds(lambda: compiled(x))  # noqa: B023
-        number = count.number
+        found = []
+        for size in (layers // 4, layers):
+            number, eager_s, python_s, beside_s = cost(kind, size)
+            found.append((number, beside_s - python_s))
+            print(
+                f"{kind.__name__}: {number} operators; eager {eager_s * 1e3:.2f} ms, python {python_s * 1e3:.2f} ms, beside "
+                f"{beside_s * 1e3:.2f} ms"
+            )
+        (few, few_s), (many, many_s) = found
+        each_s = (many_s - few_s) / (many - few)
         print(
-            f"{kind.__name__}: {number} operators; eager {eager_s * 1e3:.2f} ms, python {python_s * 1e3:.2f} ms, beside "
-            f"{beside_s * 1e3:.2f} ms: {(beside_s - python_s) / number * 1e6:.1f} us per operator"
+            f"{kind.__name__}: {each_s * 1e6:.1f} us per operator, and {(few_s - few * each_s) * 1e3:.2f} ms per call"
         )
 
 
