@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from roam_bench import tiles
-from roam_bench.results import BenchError, row_of_process
+from roam_bench.results import BenchError, Row, row_of_process
 from roam_bench.run import run
 
 
@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 def test_a_row_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command's rows, each made in this process, and the table of them."""
 
-    def here(what: str, module: str, *arguments: str) -> tiles.Row:
+    def here(what: str, module: str, *arguments: str) -> Row:
         assert (what, module) == (", ".join(arguments), tiles.__name__)
         return tiles.measured(*arguments)
 

@@ -104,6 +104,9 @@ _MOST_MISSES = 2
 _LITTLE = 0.1
 """Where running operators again adds a smaller share to a step, no tiles are tried: that takes
 seconds to minutes."""
+_REACH = 1.25
+"""Tiles of a total up to so many times a limit are tried with operators that run again: larger
+tiles take less time."""
 _WORTH_TILES = 0.98
 """Smaller tiles that leave more than this share of a total are not worth their time."""
 
@@ -676,9 +679,10 @@ class _Chooser:
     ) -> list[tuple[int, int]]:
         """(total, parts): into how many parts the largest tensors have to be cut to keep within a
         limit, if all cuts are exact, or after which number smaller ones save almost nothing; before
-        it, the most parts that take fewer operations. Empty if nothing can be cut.
+        it, fewer parts that may keep within the limit if operators run again. Empty if nothing can
+        be cut.
         """
-        best: dict[int, tuple[int, int]] = {}
+        best: list[tuple[int, int]] = []
         for parts in _PARTS:
             found = tiled(program, gone, most_bytes // parts, refused)
             if found is None:
@@ -686,12 +690,12 @@ class _Chooser:
             choice, _ = self._way_by_tiles(found)
             if self._untried is not None:  # smaller ones may have room
                 continue
-            if best and choice.total_bytes > _WORTH_TILES * min(best.values())[0]:
+            if best and choice.total_bytes > _WORTH_TILES * best[-1][0]:
                 break
-            best[sum(tile.body.flops for tile in found.tiles)] = choice.total_bytes, parts
+            best.append((choice.total_bytes, parts))
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 break
-        return list(best.values())
+        return [one for one in best[:-1] if one[0] < _REACH * limit_bytes] + best[-1:]
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
