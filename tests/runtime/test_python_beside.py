@@ -460,6 +460,51 @@ def equal_values_of_which_numpy_changes_one() -> tuple[State, Step]:
     return s, step
 
 
+@kind
+def shapes_changed_in_place() -> tuple[State, Step]:
+    s = State()
+    s.rnn = torch.nn.GRU(8, 4, batch_first=True)  # type: ignore[attr-defined]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        s.optimizer.zero_grad()
+        y = y.clone().unsqueeze_(-1)
+        scores, last = s.rnn(x.unsqueeze(1))  # type: ignore[attr-defined]
+        s.log.append(str(scores.sum().item()))
+        hidden = s.model(x).t_()
+        s.count += 1
+        if s.count == 5:  # leaves its plan
+            hidden = hidden * 2
+        s.update((hidden.squeeze_() * scores.squeeze(1).t()).square().mean() + (y * last[0]).mean())
+        return scores, hidden
+
+    return s, step
+
+
+@kind
+def histories_of_earlier_calls() -> tuple[State, Step]:
+    s = State()
+    s.total = 0.0  # type: ignore[attr-defined]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        s.total += s.update(s.loss(x, y))  # type: ignore[attr-defined]
+        return s.total.item()  # type: ignore[attr-defined]
+
+    return s, step
+
+
+@kind
+def exchanged_parameters() -> tuple[State, Step]:
+    s = State()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = s.update(s.loss(x, y))
+        s.model[0].weight = torch.nn.Parameter(s.model[0].weight * 0.9)
+        s.log.append([p._version for p in s.model.parameters()])
+        return loss, hash(s.model[4].bias) == id(s.model[4].bias)
+
+    return s, step
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
@@ -609,6 +654,14 @@ def test_auto_runs_beside_what_idle_refuses(caplog: Any) -> None:
         one.getMessage() for one in caplog.records if "runs its own Python" in one.getMessage()
     ]
     assert "random generator was drawn from" in told
+
+
+@pytest.mark.parametrize("name", ["histories_of_earlier_calls", "exchanged_parameters"])
+def test_auto_runs_beside_what_only_python_does(name: str) -> None:
+    expected, _ = ran(name)
+    found, compiled = ran(name, python="auto")
+    assert are_same(expected, found)
+    assert compiled.runs_beside
 
 
 @pytest.mark.auto

@@ -866,7 +866,9 @@ def _rebound(
         value = bound.get(slot)
         if value is None:
             tensor = known()
-            if tensor is None:
+            meta = other.slots[slot]
+            assert meta is not None
+            if tensor is None or meta_of(tensor, meta.storage) != meta:
                 return None
             value = TENSOR_DATA.__get__(tensor)
         new[slot] = value

@@ -246,7 +246,7 @@ class Recorder(HiddenMode):
                 "the former",
                 "refused_operator", func,
             )  # fmt: skip
-        elif facts.reshapes_in_place or schema_of(func).name in REFUSED:
+        elif schema_of(func).name in REFUSED:
             self.fail("it changes what a tensor is, not its values", "refused_operator", func)
         if self.recording.failed is not None:
             return func(*args, **kwargs)
@@ -262,6 +262,8 @@ class Recorder(HiddenMode):
                 self.recording.storages[self.recording.slots[slot].storage].creator < 0
                 for slot in entry.writes
             )
+            if facts.reshapes_in_place:
+                entry.writes = ()
         if facts.takes_dtype and kwargs.get("dtype") is None and not tensors:
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
@@ -286,6 +288,11 @@ class Recorder(HiddenMode):
                 results.append(item)
                 continue
             path = path_to(item, args, kwargs)
+            if facts.reshapes_in_place:  # the tensor is another one from here on
+                results.append(
+                    Made(self._add(item, self._numbers[storage_pointer(storage_of(item))]))
+                )
+                continue
             if path is not None:
                 results.append(Given(path))
                 continue

@@ -491,6 +491,8 @@ def _run_at_once(recording: Recording) -> list[bool]:
             used = {storage_of[slot] for slot in _refs(entry)}
             if entry.kind in ("now", "settle"):
                 runs.append(True)
+            elif facts_of(entry.func).reshapes_in_place:
+                runs.append(True)  # the tensor that Python has; the plan makes its own view
             elif not made and not entry.writes and not facts_of(entry.func).is_check:
                 runs.append(True)  # it hands on what it is given
             elif (
