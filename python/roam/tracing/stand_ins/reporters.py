@@ -4,6 +4,7 @@ run of a plan would not make them again.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,13 +53,18 @@ def _called(frame: FrameType, event: str, arg: Any) -> str | None:
     """The name of what is called, if a package is entered here."""
     if event == "call":
         package, name = _module(frame), frame.f_code.co_name
-        is_entered = is_in(package, REPORTERS) and not is_in(_module(frame.f_back), REPORTERS)
+        is_entered = _is_reporters(package) and not _is_reporters(_module(frame.f_back))
     elif event == "c_call":
-        package, name = type(getattr(arg, "__self__", None)).__module__, arg.__name__
-        is_entered = is_in(str(package), REPORTERS)
+        package, name = str(type(getattr(arg, "__self__", None)).__module__), arg.__name__
+        is_entered = _is_reporters(package)
     else:
         return None
     return f"{package}.{name}" if is_entered and not name.startswith("__") else None
+
+
+@functools.cache
+def _is_reporters(module: str) -> bool:
+    return is_in(module, REPORTERS)
 
 
 def _module(frame: FrameType | None) -> str:
