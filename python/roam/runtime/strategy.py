@@ -372,7 +372,7 @@ def choose(
         room_bytes = None
         if memory is not None:
             device, held_bytes = variants[-1].device, variants[-1].graph.persistent_bytes
-            in_files_bytes = _in_files_bytes(variants[-1].program)
+            in_files_bytes = 0 if offload is None else _in_files_bytes(variants[-1].program)
             memory = known_limit(memory, device, held_bytes - in_files_bytes)
             if is_real:
                 Pool.of(device).release()
