@@ -203,7 +203,7 @@ class Matched(HiddenMode):
         for value, (code, expected) in zip(args, step.args, strict=False):
             if code == 0:
                 known = weak[expected]
-                if known is not None and known() is value:
+                if known is not None and known() is value is not None:
                     continue
                 if not self._is_new(expected, value):
                     return self._other(func, args, kwargs or {})
@@ -345,7 +345,9 @@ class Matched(HiddenMode):
         """Whether an argument is as a pattern says."""
         if code == TENSOR:
             known = self._weak[expected]
-            return (known is not None and known() is value) or self._is_new(expected, value)
+            return (known is not None and known() is value is not None) or self._is_new(
+                expected, value
+            )
         if code == SAME:
             return is_same(value, expected)
         if code == NUMBER:
