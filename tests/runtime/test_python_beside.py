@@ -505,6 +505,23 @@ def exchanged_parameters() -> tuple[State, Step]:
     return s, step
 
 
+@kind
+def an_argument_that_is_none_once() -> tuple[State, Step]:
+    s = State()
+    kernel = torch.ones(4, 8, 1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        s.count += 1
+        bias: torch.Tensor | None = x.sum(0)[:4] * 1
+        twice = bias * 2  # type: ignore[operator]
+        if s.count == 6:
+            bias = None
+        s.log.append(s.update(s.loss(x, y)).item())
+        return F.conv1d(x[None].transpose(1, 2), kernel, bias), twice
+
+    return s, step
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [

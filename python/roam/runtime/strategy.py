@@ -53,7 +53,7 @@ from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
-from roam.state.references import ArgumentReference
+from roam.state.references import StateReference
 from roam.tracing.step import Variant
 
 Effort = Literal["order", "runs", "all"]
@@ -1489,7 +1489,7 @@ def _in_files_bytes(program: Program) -> int:
     """What is there before a step and lies in files already."""
     found = 0
     for reference, slot in program.referenced:
-        if program.slots[slot] is not None and not isinstance(reference, ArgumentReference):
+        if program.slots[slot] is not None and isinstance(reference, StateReference):
             tensor = reference.get()
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_in_file(tensor):
                 found += program.storages[program.storage_of(slot)].size_bytes

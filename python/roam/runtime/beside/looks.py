@@ -60,8 +60,8 @@ class Looked(Protocol):
     def threaded(self) -> None:
         """Python is about to give another thread something to do."""
 
-    def assigned(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to get other data."""
+    def assigned(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """A tensor is about to get the data of another one."""
 
     def unseen(self, what: str, code: str) -> None:
         """Python is about to do what cannot be followed."""
@@ -203,9 +203,15 @@ class _Listener:
 
     def assign(self, tensor: torch.Tensor, data: Any) -> None:
         """`x.data = y`."""
-        if self.is_asked():
+        if self.is_asked() and isinstance(data, torch.Tensor):
             with disable_current_modes():
-                self.one.assigned(tensor)
+                if is_wrapped(tensor) or is_wrapped(data):
+                    self.one.unseen(
+                        "it gives a tensor other data inside of a function transform",
+                        "refused_operator",
+                    )
+                else:
+                    self.one.assigned(tensor, data)
         TENSOR_DATA.__set__(tensor, data)
 
     def patches(self) -> list[Replacement]:

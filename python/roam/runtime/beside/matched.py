@@ -22,11 +22,12 @@ from roam.runtime.beside.placeholders import (
     fill,
     is_exposed,
     note_known,
+    note_sharing,
     own,
     placeholder,
     tensor_in,
 )
-from roam.runtime.beside.planned import Planned
+from roam.runtime.beside.planned import Planned, let_go_of_old_data
 from roam.runtime.beside.recording import (
     Entry,
     Given,
@@ -34,6 +35,7 @@ from roam.runtime.beside.recording import (
     at_path,
     hidden_branch,
     is_passed,
+    is_plain,
     meta_of,
 )
 from roam.runtime.beside.script import (
@@ -67,6 +69,8 @@ from roam.tracing.source_location import Frames
 
 _IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 """Losses that leave out the labels that their fifth argument names."""
+_GONE: weakref.ref[Any] = weakref.ref(set())
+"""Stands for a tensor that is not there any more."""
 
 
 class Matched(HiddenMode):
@@ -139,6 +143,12 @@ class Matched(HiddenMode):
         """Storages from outside that kernels wait for, so that nothing may look at them."""
         self._aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Tensors that no operator has made, with the numbers of their storages."""
+        self._shared: dict[int, bool] = {}
+        """By the numbers of storages from outside, whether others had their memory too, when they
+        were met."""
+        self._assigned: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
+        """Tensors that have got other data, by their identities, with what they had before they got
+        data that is still to be computed."""
         self._parts: Generator[list[Any], list[Any], Any] | None = None
 
     def _take(self, planned: Planned) -> None:
@@ -203,7 +213,7 @@ class Matched(HiddenMode):
         for value, (code, expected) in zip(args, step.args, strict=False):
             if code == 0:
                 known = weak[expected]
-                if known is not None and known() is value:
+                if known is not None and known() is value is not None:
                     continue
                 if not self._is_new(expected, value):
                     return self._other(func, args, kwargs or {})
@@ -345,7 +355,9 @@ class Matched(HiddenMode):
         """Whether an argument is as a pattern says."""
         if code == TENSOR:
             known = self._weak[expected]
-            return (known is not None and known() is value) or self._is_new(expected, value)
+            return (known is not None and known() is value is not None) or self._is_new(
+                expected, value
+            )
         if code == SAME:
             return is_same(value, expected)
         if code == NUMBER:
@@ -416,7 +428,7 @@ class Matched(HiddenMode):
         if meta_of(tensor, meta.storage) != meta:
             return False
         self._weak[slot] = weakref.ref(tensor)
-        if meta.storage not in self._script.made:
+        if meta.storage not in self._script.made and id(tensor) not in self._assigned:
             self.planned.outside[slot] = [
                 self._weak[slot],
                 pointer,
@@ -425,9 +437,10 @@ class Matched(HiddenMode):
             ]
         if slot in self._script.inputs:
             # The kernels' writes are not to count twice, so they get a tensor that counts its own.
-            is_shared = meta.device.type == "cpu" and is_exposed(storage_of(tensor))
+            if meta.device.type == "cpu" and meta.storage not in self._shared:
+                self._shared[meta.storage] = is_exposed(storage_of(tensor))
             self._bound[slot] = TENSOR_DATA.__get__(tensor)
-            if is_shared:
+            if self._shared.get(meta.storage):
                 if meta.storage in self._script.written:
                     self._misfit = (
                         "it writes to a tensor whose memory NumPy, or another library, has too"
@@ -479,9 +492,33 @@ class Matched(HiddenMode):
                     self._forbidden = self._forbidden - {number}
                 self._at = at + 1
 
-    def assigned(self, tensor: torch.Tensor) -> None:
-        """A tensor gets other data."""
-        self.leave("the step gives a tensor other data")
+    def assigned(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """A tensor gets the data of another one. It is another tensor from here on, whose slot is
+        the next one of the recording; kernels that have been issued have the old data.
+        """
+        if not (is_plain(tensor) and is_plain(data)):
+            self.leave("the step gives a tensor other data, and one of the two is no plain tensor")
+            return
+        note_sharing(tensor, data)
+        if self.left or self.is_over:
+            return
+        ref = weakref.ref(tensor)  # the one of all slots of the tensor's
+        for slot in [slot for slot, one in enumerate(self._weak) if one is ref]:
+            self._weak[slot] = _GONE
+        number = self._outside.get(storage_pointer(storage_of(data)))
+        self._aliases = [one for one in self._aliases if one[1] is not ref]
+        if number is not None:
+            self._aliases.append((number, ref))
+        _, before = self._assigned.get(id(tensor), (ref, None))
+        made = self._script.made
+        if (
+            before is None
+            and number in made
+            and number not in self._filled
+            and self._outside.get(storage_pointer(storage_of(tensor))) not in made
+        ):
+            before = TENSOR_DATA.__get__(tensor)
+        self._assigned[id(tensor)] = ref, before
 
     def unseen(self, what: str, code: str) -> None:
         """Python is about to do what cannot be followed."""
@@ -543,6 +580,8 @@ class Matched(HiddenMode):
         number = self._outside.get(storage_pointer(storage_of(tensor)))
         if number is not None:
             self._aliases.append((number, weakref.ref(alias)))
+        if not storage_of(tensor).resizable():
+            note_sharing(tensor, alias)
 
     def finish(self) -> None:
         """The function has returned: runs the rest by the plan."""
@@ -642,9 +681,12 @@ class Matched(HiddenMode):
                 given = stores.get(program.storage_of(slot))
                 if given is not None and numbers[given] in self._bound:
                     known = self._weak[numbers[given]]
-                    tensor = None if known is None else known()
-                    if tensor is not None:
-                        self.torn.append((tensor, version_of(tensor)))
+                    known = None if known is None else known()
+                    changed = [known] if known is not None else self._with_other_data()
+                    self.torn += [(tensor, version_of(tensor)) for tensor in changed]
+        for tensor in self._with_other_data():
+            if self._outside.get(storage_pointer(storage_of(tensor))) in self._filled:
+                self.torn.append((tensor, version_of(tensor)))
         where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
         after = (
             "some state has been updated, and the rest has not"
@@ -659,6 +701,10 @@ class Matched(HiddenMode):
             source="" if failure is None else str(failure.call.source),
         )
         return self.failure
+
+    def _with_other_data(self) -> list[torch.Tensor]:
+        """The tensors that have got other data in this call."""
+        return [one for ref, _ in self._assigned.values() if (one := ref()) is not None]
 
     def _put(self, slot: int, value: torch.Tensor) -> None:
         """Gives a placeholder's storage the memory of what a kernel has made."""
@@ -838,12 +884,29 @@ class Matched(HiddenMode):
     def release(self) -> None:
         """The call is over: what Python still holds in the pool gets memory of its own."""
         self._allow()
+        if self.failure is not None:
+            self._put_back()
         for number in self._in_pool:
             if not self._places[number].expired():
                 own(self._places[number].get())
                 note_known(self._places[number].get())
         if self._parts is not None:
             self._parts.close()
+        if self._assigned:
+            let_go_of_old_data()
+
+    def _put_back(self) -> None:
+        """Gives tensors from before the call their old data, where a kernel that has not run was to
+        make what they have got.
+        """
+        for ref, before in self._assigned.values():
+            tensor = ref()
+            if tensor is None or before is None:
+                continue
+            try:
+                storage_of(tensor).data_ptr()
+            except RuntimeError:
+                TENSOR_DATA.__set__(tensor, before)
 
 
 def _rebound(

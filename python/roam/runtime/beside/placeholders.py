@@ -7,6 +7,7 @@ so that everything that holds the storage has it: variables of the user's, views
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from roam.torch_compat.private import (
     is_expired,
     storage_at,
     storage_by,
+    storage_of,
     storage_pointer,
     storage_uses,
     swap_memory,
@@ -72,12 +74,18 @@ def is_exposed(storage: torch.UntypedStorage) -> bool:
     """Whether others than PyTorch may have the memory: NumPy, or what it was made from.
 
     PyTorch marks such storages, and never takes the mark away. One of which it is known how it got
-    the mark is in nobody's hands if one tensor alone holds it.
+    the mark is in nobody's hands if nothing holds it but one tensor, or those that are known to.
     """
     if storage.resizable() or storage.is_shared():
         return False
     known = _known.get(storage_pointer(storage))
-    return known is None or known.expired() or storage_uses(storage_pointer(storage)) > 2
+    if known is None or known.expired():
+        return True
+    sharing = sum(
+        tensor is not None and storage_pointer(storage_of(tensor)) == storage_pointer(storage)
+        for tensor in (one() for one in _sharing(storage).values())
+    )
+    return storage_uses(storage_pointer(storage)) > 1 + max(sharing, 1)
 
 
 _known: dict[int, WeakStorage] = {}
@@ -91,6 +99,30 @@ def note_known(storage: torch.UntypedStorage) -> None:
         for pointer in [pointer for pointer, one in _known.items() if one.expired()]:
             del _known[pointer]
     _known[storage_pointer(storage)] = WeakStorage(storage)
+
+
+_shared: dict[int, tuple[WeakStorage, dict[int, weakref.ref[torch.Tensor]]]] = {}
+"""By the pointers of storages, tensors that are known to lie in them, by their identities."""
+
+
+def note_sharing(*tensors: torch.Tensor) -> None:
+    """Tensors lie in the storage of the last one, or are about to, each with its own hold on it."""
+    storage = storage_of(tensors[-1])
+    sharing = _sharing(storage)
+    if not sharing:
+        if len(_shared) >= _FEW and len(_shared) & (len(_shared) - 1) == 0:
+            for pointer in [pointer for pointer, one in _shared.items() if one[0].expired()]:
+                del _shared[pointer]
+        _shared[storage_pointer(storage)] = WeakStorage(storage), sharing
+    elif len(sharing) & (len(sharing) - 1) == 0:
+        for key in [key for key, one in sharing.items() if one() is None]:
+            del sharing[key]
+    sharing.update((id(tensor), weakref.ref(tensor)) for tensor in tensors)
+
+
+def _sharing(storage: torch.UntypedStorage) -> dict[int, weakref.ref[torch.Tensor]]:
+    weak, sharing = _shared.get(storage_pointer(storage), (None, {}))
+    return {} if weak is None or weak.expired() else sharing
 
 
 def fill(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

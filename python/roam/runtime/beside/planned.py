@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -14,10 +15,10 @@ from roam.runtime.executor import Executor
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import Choice
-from roam.torch_compat.private import DisableTorchFunction
+from roam.torch_compat.private import DisableTorchFunction, storage_of, storage_pointer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Planned:
     """A script with its plan."""
 
@@ -33,6 +34,9 @@ class Planned:
     the pointer of its storage, the storage, and, from the second call on, a tensor that counts its
     own versions. A batch, which is another one at each call, is not kept."""
 
+    def __post_init__(self) -> None:
+        _all.add(self)
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """What kernels run in: autograd, autocast and function modes are left to Python."""
@@ -43,3 +47,15 @@ class Planned:
                 if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
+
+
+_all: WeakSet[Planned] = WeakSet()
+
+
+def let_go_of_old_data() -> None:
+    """Lets plans keep no memory of tensors that have got other data since the plans' last calls."""
+    for planned in list(_all):  # another thread may plan meanwhile
+        for last in planned.outside.values():
+            tensor = last[0]()
+            if tensor is None or storage_pointer(storage_of(tensor)) != last[1]:
+                last[3] = None

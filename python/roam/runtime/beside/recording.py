@@ -127,9 +127,11 @@ class Recorder(HiddenMode):
         self.is_busy = False
         self.stopped: CaptureError | None = None
         """Why nothing more of the call runs."""
+        self.has_assigned = False
+        """Whether a tensor has got the data of another one."""
         self._stops = stops
         self._has_written = False
-        """Whether the call has changed a tensor that it has not made."""
+        """Whether the call has changed a tensor that it has not made, or given one other data."""
         self._frames = frames
         self._ids: dict[int, int] = {}
         self._weak: list[weakref.ref[torch.Tensor]] = []
@@ -185,13 +187,20 @@ class Recorder(HiddenMode):
             Entry("settle", None, args, {}, phase=phase, source=source, alive=self._alive())
         )
 
-    def assigned(self, tensor: torch.Tensor) -> None:
-        """A tensor gets other data."""
-        if storage_pointer(storage_of(tensor)) in self._numbers:
+    def assigned(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """A tensor gets the data of another one. From here on it is a tensor not met before, and
+        what has its old memory stays as it is.
+        """
+        if self.stopped is not None:
+            raise self.stopped
+        if not (is_plain(tensor) and is_plain(data)):
             self.fail(
-                "it gives a tensor other data (x.data = y); write into the tensor, as in x.copy_(y)",
+                "it gives a tensor other data (x.data = y), and one of the two is no plain tensor; write into the "
+                "tensor, as in x.copy_(y)",
                 "storage_replaced",
             )
+        self._has_written = self.has_assigned = True
+        self._ids.pop(id(tensor), None)
 
     def unseen(self, what: str, code: str) -> None:
         """Python is about to do what cannot be followed."""
@@ -232,10 +241,7 @@ class Recorder(HiddenMode):
             return func(*args, **kwargs)
         facts = facts_of(func)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-        odd = next(
-            (one for one in tensors if type(one) not in _PLAIN or one.layout is not torch.strided),
-            None,
-        )
+        odd = next((one for one in tensors if not is_plain(one)), None)
         if odd is not None:
             self.fail(
                 f"it is given a {type(odd).__name__} that is no plain tensor", "subclass", func
@@ -382,6 +388,11 @@ def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureEr
         'eager PyTorch; pass python="idle" to roam.compile, and see what the step is refused for then',
         code="hidden_branch", operator=str(func), source=source,
     )  # fmt: skip
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of none but PyTorch's own classes, and strided."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def is_passed(func: Any) -> bool:

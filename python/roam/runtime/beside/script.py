@@ -261,7 +261,17 @@ def script_of(
             return
         meta = slots[slot]
         if meta is not None and is_made[meta.storage]:
-            base = first_of[meta.storage]
+            kind = meta.dtype, meta.is_conj, meta.is_neg  # which stay those of the base
+            base = next(
+                (
+                    other
+                    for other in (first_of[meta.storage], *made)
+                    if (at := slots[other]) is not None
+                    and at.storage == meta.storage
+                    and (at.dtype, at.is_conj, at.is_neg) == kind
+                ),
+                first_of[meta.storage],
+            )
             made[slot] = len(calls)
             layout = list(meta.shape), list(meta.stride), meta.offset
             calls.append(
@@ -355,7 +365,7 @@ def script_of(
                 for slot, call in made.items()
                 if storage_of[slot] == storage
                 and call < ends[number]
-                and slot in later
+                and (slot in later or not holds_all)  # where operators may run again
                 and slot != first_of[storage]
             ]
         moment.held = held

@@ -18,7 +18,7 @@ from roam.own_code import is_own_file
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, is_possible
-from roam.runtime.beside.planned import Planned
+from roam.runtime.beside.planned import Planned, let_go_of_old_data
 from roam.runtime.beside.recording import Recorder, Recording
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
@@ -251,6 +251,8 @@ class Beside:
             torch.default_generator.set_state(drawn)
             raise self._refused(recorder.stopped) from None
         recording = recorder.end()
+        if recorder.has_assigned:
+            let_go_of_old_data()
         if recording.failed is None:
             self._learn(recording, calls)
         elif not self.plans:
