@@ -18,7 +18,7 @@ from roam.runtime.strategy import Choice
 from roam.torch_compat.private import DisableTorchFunction, storage_of, storage_pointer
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class Planned:
     """A script with its plan."""
 
