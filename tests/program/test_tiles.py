@@ -77,8 +77,58 @@ def distilled(logits: Tensor, labels: Tensor) -> Tensor:
     return -(scores * teacher).sum(-1).mean()
 
 
+def as_they_are(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, labels)
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.arange(CLASSES) % 5 / 4 + 0.3
+    return functional.cross_entropy(logits, labels, weight=weight.to(logits.dtype))
+
+
+def weighted_each(logits: Tensor, labels: Tensor) -> Tensor:
+    weight = (torch.arange(CLASSES) % 5 / 4 + 0.3).to(logits.dtype)
+    losses = [
+        functional.cross_entropy(logits, labels, weight=weight, reduction=reduction)
+        for reduction in ("none", "sum")
+    ]
+    return losses[0].mean() + losses[1] / 1000
+
+
+def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return as_they_are(logits, labels) + 1e-2 * (logits.logsumexp(-1) ** 2).mean()
+
+
+def with_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    logits = logits.float()
+    scores = logits.log_softmax(-1)
+    entropy = -(scores.exp() * scores).sum(-1).mean()
+    best, place = scores.detach().max(-1)
+    is_near = (logits.detach().topk(5, -1).indices == labels[:, None]).any(-1)
+    loss = as_they_are(logits, labels) - 0.01 * entropy
+    return loss, best.mean(), (place == labels).float().mean(), is_near.float().mean()
+
+
+def of_preferences(logits: Tensor, labels: Tensor) -> Tensor:
+    """Half of the rows are preferred to the other half."""
+    logits, labels = logits.unflatten(0, (2, -1)), labels.unflatten(0, (2, -1))
+    index = labels.clamp(0).unsqueeze(2)
+    scores = torch.gather(logits.log_softmax(-1), 2, index).squeeze(2)
+    better, worse = (scores * (labels != -100)).sum(-1)
+    return -functional.logsigmoid(0.1 * (better - worse))
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    scores = logits.log_softmax(-1).gather(1, labels.clamp(0)[:, None]).squeeze(1)
+    return -((1 - scores.exp()) ** 2 * scores).mean()
+
+
+UPCAST: list[Loss] = [
+    cross_entropy, softcapped, summed, of_each, with_accuracy, smoothed, distilled, with_entropy,
+]  # fmt: skip
 LOSSES: list[Loss] = [
-    cross_entropy, softcapped, summed, of_each, with_accuracy, smoothed, distilled,
+    *UPCAST,
+    as_they_are, weighted, weighted_each, with_z_loss, of_preferences, focal,
 ]  # fmt: skip
 
 
@@ -110,13 +160,38 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def test_indices_are_refused_as_by_the_whole() -> None:
+    """An index that is none ends the step with eager's error, before anything is changed."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return -logits.log_softmax(-1).gather(1, labels[:, None]).mean()
+
+    (tokens, labels), (other, _) = batches(2)
+    labels.clamp_(0)
+    (_, eager_step), (planned, step) = (made(loss) for _ in range(2))
+    weights_bytes = sum(parameter.nbytes for parameter in planned.parameters())
+    compiled = roam.compile(step, memory=4 * weights_bytes + ROWS * CLASSES * 2)
+    compiled(tokens, labels)
+    assert compiled.memory().cuts is not None
+    before = [parameter.clone() for parameter in planned.parameters()]
+    for wrong in (CLASSES, -1):
+        labels = labels.clone()
+        labels[3] = wrong
+        with pytest.raises((IndexError, RuntimeError)) as expected:
+            eager_step(other, labels)
+        with pytest.raises(expected.type) as found:
+            compiled(other, labels)
+        assert str(expected.value) in str(found.value)
+        assert all(map(torch.equal, planned.parameters(), before))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_logits_never_exist_whole(loss: Loss, dtype: torch.dtype, tied: bool) -> None:
     (eager, eager_step), (planned, step) = (made(loss, dtype, tied=tied) for _ in range(2))
-    logits_bytes = ROWS * CLASSES * 4
+    logits_bytes = ROWS * CLASSES * (4 if loss in UPCAST else dtype.itemsize)
     weights_bytes = sum(parameter.nbytes for parameter in planned.parameters())
     # With momentum and gradients. The embedding's gradient is apart from the head's.
     compiled = roam.compile(step, memory=4 * weights_bytes + logits_bytes // 2)

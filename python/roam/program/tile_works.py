@@ -77,3 +77,13 @@ def labels_from(target: Tensor, start: int, length: int, ignored: int) -> Tensor
     """Labels among some columns; `ELSEWHERE` for others and those that are ignored."""
     is_here = (target >= start) & (target < start + length) & (target != ignored)
     return torch.where(is_here, target - start, ELSEWHERE)
+
+
+def scatter_from(
+    zeros: Tensor, dim: int, indices: Tensor, values: Tensor, start: int, length: int
+) -> Tensor:
+    """Some columns of zeros to which values are added; what belongs to others adds zeros here."""
+    is_here = (indices >= start) & (indices < start + length)
+    return zeros.scatter_add(
+        dim, torch.where(is_here, indices - start, 0), torch.where(is_here, values, 0)
+    )

@@ -386,8 +386,8 @@ _bodies: dict[str, Body] = {}
 _library = torch.library.Library("roam", "FRAGMENT")
 _library.define("tiles(Tensor[] tensors, str body) -> Tensor[]")
 _library.define(
-    "nll_loss_of_picked(Tensor picked, Tensor target, int classes, int reduction, int ignore_index)"
-    " -> (Tensor, Tensor)"
+    "nll_loss_of_picked(Tensor picked, Tensor target, int classes, int reduction, int ignore_index,"
+    " Tensor? weight=None) -> (Tensor, Tensor)"
 )
 
 
@@ -407,7 +407,12 @@ def run_into(outs: Sequence[Tensor], tensors: Sequence[Tensor], body: str) -> No
 
 
 def _nll_loss_of_picked(
-    picked: Tensor, target: Tensor, classes: int, reduction: int, ignore_index: int
+    picked: Tensor,
+    target: Tensor,
+    classes: int,
+    reduction: int,
+    ignore_index: int,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     # The very kernel sums one column, in the order of the rows as ever. It has to refuse what it
     # refuses for all classes, and to leave out what it leaves out there.
@@ -415,8 +420,19 @@ def _nll_loss_of_picked(
     ignored = -100
     beyond = torch.where(target == ignored, target - 1, target)
     label = torch.where(is_valid, 0, beyond).masked_fill_(target == ignore_index, ignored)
-    found: tuple[Tensor, Tensor] = aten.nll_loss_forward(picked, label, None, reduction, ignored)
-    return found
+    kernel = aten.nll_loss_forward
+    if weight is None:
+        found: tuple[Tensor, Tensor] = kernel(picked, label, None, reduction, ignored)
+        return found
+    # It rounds each product, and sums these and the weights in one order.
+    mean, total = 1, 2
+    weights = weight[target.clamp(0, classes - 1)].unsqueeze(1)
+    loss, count = kernel(
+        picked * weights, label, None, total if reduction == mean else reduction, ignored
+    )
+    if reduction in (mean, total):
+        count, _ = kernel(-weights, label, None, total, ignored)
+    return loss / count if reduction == mean else loss, count
 
 
 _library.impl("tiles", _run, "CompositeExplicitAutograd")

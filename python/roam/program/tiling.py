@@ -31,6 +31,7 @@ from roam.program.tile_works import (
     less_share,
     pick,
     row_total,
+    scatter_from,
 )
 from roam.program.tiles import (
     ALIGNED,
@@ -54,6 +55,7 @@ from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
 
+_HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
 
@@ -152,6 +154,49 @@ def candidates(program: Program) -> dict[int, int]:
     return found
 
 
+def with_new_sums(program: Program) -> Program:
+    """The same with gradients of several readers added out of place, as far as nothing but what
+    comes later sees the sum: a tensor that is changed cannot be made again.
+    """
+    calls, slots, storages = list(program.calls), list(program.slots), list(program.storages)
+    found = replace(program, calls=calls, slots=slots, storages=storages)
+    kept = program.leaving() | {program.storage_of(slot) for slot in program.outgoing()}
+    for index, call in enumerate(calls):
+        if call.target is not aten.add_.Tensor or call.kwargs or call.outputs != (None,):
+            continue
+        if call.skip_if is not None:
+            continue
+        left, right = call.args
+        meta = slots[left.slot]
+        other = slots[right.slot] if isinstance(right, Ref) else None
+        if meta is None or other is None or other.dtype != meta.dtype:
+            continue
+        old = meta.storage
+        if storages[old].creator < 0 or old in kept or other.storage == old:
+            continue
+        later = calls[index + 1 :]
+        new = {slot for one in later for slot in one.outputs if slot is not None}
+        seen = {slot for one in later for slot in one.refs() if found.storage_of(slot) == old}
+        if not found.covers(left.slot) or not seen <= new | {left.slot}:
+            continue
+        made = len(slots)
+        slots.append(replace(meta, storage=len(storages)))
+        storages.append(replace(storages[old], creator=index))
+        for slot in new:
+            if found.storage_of(slot) == old:
+                slots[slot] = replace(slots[slot], storage=len(storages) - 1)  # type: ignore[type-var]
+        calls[index] = replace(call, target=aten.add.Tensor, mutates=(), outputs=(made,))
+        moved = {left.slot: made}
+        for place in range(index + 1, len(calls)):
+            if left.slot in calls[place].refs():
+                calls[place] = calls[place].renamed(partial(_other, moved))
+    return found
+
+
+def _other(moved: dict[int, int], slot: int) -> int:
+    return moved.get(slot, slot)
+
+
 def makers_of(program: Program) -> dict[int, int]:
     """The call that makes each slot."""
     return {
@@ -173,7 +218,7 @@ def summed(program: Program, call: Call) -> int:
     return left.shape[SUMS[call.target][0]]
 
 
-def _is_pure(program: Program, call: Call) -> bool:
+def _is_pure(program: Program, call: Call, *, may_raise: bool = False) -> bool:
     return (
         is_ours(call.target)
         and not is_region(call.target)
@@ -182,10 +227,32 @@ def _is_pure(program: Program, call: Call) -> bool:
         and call.skip_if is None
         and call.state is None
         and not call.is_check
-        and not program.may_raise(call)
+        and (may_raise or not program.may_raise(call) or _is_checked(program, call))
         and all(slot is None or program.slots[slot] is not None for slot in call.outputs)
         and all(program.slots[slot] is not None for slot in call.refs())
     )
+
+
+def _is_checked(program: Program, call: Call) -> bool:
+    """Whether a gradient is added at indices at which elements have been read before."""
+    if call.target is not aten.scatter_add.default:
+        return False
+    given, dim, indices = call.args[:3]
+    meta = program.slots[given.slot]
+    if meta is None or program.storage_of(indices.slot) in program.written():
+        return False
+    for other in program.calls:
+        if other is call:
+            return False
+        if other.target is aten.gather.default and other.args[2].slot == indices.slot:
+            read = program.slots[other.args[0].slot]
+            if (
+                read is not None
+                and read.shape == meta.shape
+                and not (other.args[1] - dim) % len(meta.shape)
+            ):
+                return True
+    return False
 
 
 def tiled(
@@ -230,7 +297,7 @@ def _with_early_count(program: Program, index: int) -> Program:
     count, meta = loss.outputs[1], program.slots[scores.slot]
     makers = makers_of(program)
     first = makers.get(scores.slot, -1)
-    if weight is not None or count is None or meta is None or len(meta.shape) != 2 or first < 0:
+    if count is None or meta is None or len(meta.shape) != 2 or first < 0:
         return program
     calls = list(program.calls)
     slots, storages = list(program.slots), list(program.storages)
@@ -242,14 +309,16 @@ def _with_early_count(program: Program, index: int) -> Program:
         return len(slots) - 1
 
     kinds = {"dtype": meta.dtype, "device": meta.device}
-    picked, early = new((meta.shape[0], 1)), (new(()), new(()))
+    rows, is_each = meta.shape[0], reduction == 0
+    picked, early = new((rows, 1)), (new((rows,) if is_each else ()), new(()))
     made = [
-        replace(loss, target=aten.zeros.default, args=([meta.shape[0], 1],), kwargs=kinds, outputs=(picked,),
+        replace(loss, target=aten.zeros.default, args=([rows, 1],), kwargs=kinds, outputs=(picked,),
                 returns_sequence=False),
-        replace(loss, target=PICKED, args=(ref_to(picked), target, meta.shape[1], reduction, ignored), kwargs={},
+        replace(loss, target=PICKED, args=(ref_to(picked), target, meta.shape[1], reduction, ignored, weight), kwargs={},
                 outputs=early),
     ]  # fmt: skip
-    needed = [makers[target.slot]] if makers.get(target.slot, -1) > first else []
+    used = [target.slot] if weight is None else [target.slot, weight.slot]
+    needed = [makers[slot] for slot in used if makers.get(slot, -1) > first]
     for place in range(index + 1, len(calls)):
         call = calls[place]
         if call.target is aten.ones_like.default:
@@ -363,9 +432,42 @@ class _Tiling:
         if call.target is aten.nll_loss_forward.default:
             self._loss(index, call)
             return
-        if not _is_pure(self.program, call) or len(call.outputs) != 1 or call.outputs[0] is None:
+        is_checked = call.target is aten.gather.default
+        if not _is_pure(self.program, call, may_raise=is_checked):
             raise blame
-        self.members.append(self._cheapest(index, call.outputs[0]))
+        if is_checked:
+            self._check_indices(index, call)
+        made = [slot for slot in call.outputs if slot is not None]
+        if not made:
+            raise blame
+        for slot in made:
+            self.members.append(self._cheapest(index, slot))
+
+    def _needs_whole(self, ref: Ref) -> None:
+        if self.is_gone(ref.slot):
+            raise Uncut(self.program.storage_of(ref.slot))
+
+    def _check_indices(self, index: int, call: Call) -> None:
+        """Lets the very kernel refuse indices, on zeros that take no memory. Tiles never do."""
+        given, dim, indices = call.args[:3]
+        meta, found = self.slots[given.slot], self.slots[call.outputs[0]]  # type: ignore[index]
+        assert meta is not None
+        assert found is not None
+        self._needs_whole(indices)
+        zero = self.new(meta, (), "zero")
+        wide = self.new(meta, meta.shape, "zeros")
+        self.storages.pop()
+        like = self.slots[zero]
+        assert like is not None
+        self.slots[wide] = replace(like, shape=meta.shape, stride=tuple(0 for _ in meta.shape))
+        checked = self.new(found, found.shape, "checked")
+        kinds = {"dtype": meta.dtype, "device": meta.device}
+        self.added.setdefault(index, []).extend((
+            replace(call, target=aten.zeros.default, args=([],), kwargs=kinds, outputs=(zero,)),
+            replace(call, target=aten.expand.default, args=(ref_to(zero), list(meta.shape)), kwargs={},
+                    outputs=(wide,)),
+            replace(call, args=(ref_to(wide), dim, indices), kwargs={}, outputs=(checked,)),
+        ))  # fmt: skip
 
     def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
         """The cheapest way to make a result tile by tile: of those that can be cut as finely as
@@ -447,8 +549,11 @@ class _Tiling:
         meta = self.slots[scores.slot]
         assert meta is not None
         blame = Uncut(meta.storage)
-        if weight is not None or len(meta.shape) != 2 or call.kwargs:
+        if len(meta.shape) != 2 or call.kwargs:
             raise blame
+        self._needs_whole(target)
+        if weight is not None:
+            self._needs_whole(weight)
         rows, classes = meta.shape
         picked = self.new(meta, (rows, 1), "picked")
 
@@ -471,7 +576,7 @@ class _Tiling:
         loss = replace(
             call,
             target=PICKED,
-            args=(ref_to(picked), target, classes, reduction, ignored),
+            args=(ref_to(picked), target, classes, reduction, ignored, weight),
             kwargs={},
         )
         self.added.setdefault(index, []).append(loss)
@@ -485,8 +590,8 @@ class _Tiling:
             call = self.program.calls[index]
             scores, slot = call.args[0].slot, call.outputs[0]
             assert slot is not None
-            meta = self._rows_of(slot, call.args[1], self.slots[scores])
             is_log = call.target is aten._log_softmax.default
+            meta = self._rows_of(slot, call.args[1], self.slots[scores], is_log)
 
             def maxima(builder: Builder, cut: Cut) -> int:
                 return builder.emit(aten.amax.default, (Ref(builder.part(scores, cut)), [-1], True))
@@ -509,12 +614,12 @@ class _Tiling:
         if index not in self.totals:
             call = self.program.calls[index]
             grad, output = (ref.slot for ref in call.args[:2])
-            meta = self._rows_of(grad, call.args[2], self.slots[output])
             is_log = call.target is aten._log_softmax_backward_data.default
-            maker = self.program.calls[self.makers[grad]] if grad in self.makers else None
+            has_one = is_log and self._has_one(grad, call.args[2])
+            meta = self._rows_of(grad, call.args[2], self.slots[output], has_one)
 
             def make(builder: Builder, cut: Cut) -> int:
-                if maker is not None and maker.target is aten.nll_loss_backward.default and is_log:
+                if has_one:
                     # One element of a row is not zero, so any order gives the sum.
                     part = Ref(builder.part(grad, cut))
                     return builder.emit(aten.sum.dim_IntList, (part, [-1], True))
@@ -528,14 +633,30 @@ class _Tiling:
             self.totals[index] = total
         return self.totals[index]
 
-    def _rows_of(self, slot: int, dim: int, other: TensorMeta | None) -> TensorMeta:
+    def _has_one(self, slot: int, dim: int) -> bool:
+        """Whether no more than one element of each row of a tensor is not zero."""
+        maker = self.program.calls[self.makers[slot]] if slot in self.makers else None
+        if maker is None:
+            return False
+        if maker.target is not aten.scatter_add.default:
+            return maker.target is aten.nll_loss_backward.default
+        indices, of = self.slots[maker.args[2].slot], self.slots[slot]
+        if indices is None or of is None or (maker.args[1] - dim) % len(of.shape):
+            return False
+        return indices.shape[dim] == 1 and _is_zero(self, maker.args[0].slot)
+
+    def _rows_of(
+        self, slot: int, dim: int, other: TensorMeta | None, may_be_half: bool
+    ) -> TensorMeta:
         """A tensor of which a softmax takes rows, with those that it makes of them."""
         meta = self.slots[slot]
         assert meta is not None
         assert other is not None
         dims = len(meta.shape)
-        # In half precision a kernel rounds what it has computed in single precision.
-        is_plain = meta.dtype in (torch.float32, torch.float64) and other.dtype == meta.dtype
+        # In half precision a kernel rounds what it has computed in single precision, so that other
+        # sums do not show.
+        kinds = {torch.float32, torch.float64, *(_HALF if may_be_half else ())}
+        is_plain = meta.dtype in kinds and other.dtype == meta.dtype
         if dims < 2 or dim % dims != dims - 1 or not is_plain:
             raise Uncut(meta.storage)
         return meta
@@ -679,6 +800,7 @@ class Builder:
         self._inputs: dict[tuple[int, Cut | None], int] = {}
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
+        self._several: dict[tuple[int, Cut], tuple[int, ...]] = {}
         self._metas: list[tuple[tuple[int, ...], int]] = []
         self._makers: dict[int, Work] = {}
         self._roots: dict[int, int] = {}
@@ -835,6 +957,14 @@ class Builder:
         elif target in FRESH or target in OVER:
             self._fresh.update(made)
         return made
+
+    def emit_all(self, call: Call, cut: Cut, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """The numbers of parts of all results of a call, which it makes once."""
+        key = self.tiling.makers[next(slot for slot in call.outputs if slot is not None)], cut
+        if key not in self._several:
+            count = len(call.outputs)
+            self._several[key] = self.emit_several(call.target, args, call.kwargs, count)
+        return self._several[key]
 
     def _root(self, number: int) -> int:
         """The value whose memory a value may lie in."""
@@ -1186,10 +1316,7 @@ def _split(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     dim = (call.args[2] if len(call.args) > 2 else 0) % len(given.shape)
     _off(dim, cut)
     number = builder.part(call.args[0].slot, cut)
-    many = builder.emit_several(
-        call.target, (Ref(number), call.args[1], _dim(dim, cut)), None, len(call.outputs)
-    )
-    return many[place]
+    return builder.emit_all(call, cut, (Ref(number), call.args[1], _dim(dim, cut)))[place]
 
 
 @_rule(aten.cat.default)
@@ -1261,11 +1388,28 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     builder.cost += 2 * math.prod(out.shape)  # the statistics
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
     most, rest = (Ref(builder.whole(slot)) for slot in builder.tiling.statistics_of(index))
-    less = Ref(builder.emit(aten.sub.Tensor, (Ref(number), most)))
-    if call.target is aten._log_softmax.default:
-        return builder.emit(aten.sub.Tensor, (less, rest))
+    is_log = call.target is aten._log_softmax.default
+    value, most, rest = (_single(builder, one, out) for one in (Ref(number), most, rest))
+    less = Ref(builder.emit(aten.sub.Tensor, (value, most)))
+    if is_log:
+        # In half precision the kernel rounds the two numbers of a row, and then the difference.
+        return _rounded(builder, builder.emit(aten.sub.Tensor, (less, rest)), out)
     negative = Ref(builder.emit(aten.neg.default, (rest,)))
     return builder.emit(aten.mul.Tensor, (Ref(builder.emit(less_exponential, (less,))), negative))
+
+
+def _single(builder: Builder, value: Ref, like: TensorMeta) -> Ref:
+    """A value in the precision in which kernels compute."""
+    if like.dtype not in _HALF:
+        return value
+    return Ref(builder.emit(aten._to_copy.default, (value,), {"dtype": torch.float32}))
+
+
+def _rounded(builder: Builder, number: int, like: TensorMeta) -> int:
+    """What has been computed so, as kernels give it back."""
+    if like.dtype not in _HALF:
+        return number
+    return builder.emit(aten._to_copy.default, (Ref(number),), {"dtype": like.dtype})
 
 
 def _off_others(dim: int, cut: Cut) -> None:
@@ -1285,14 +1429,16 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
         return builder.emit(call.target, (first, last, _dim(dim, cut), dtype))
     _off_others(dim, cut)
     is_log = call.target is aten._log_softmax_backward_data.default
+    last = _single(builder, last, out)
     if is_log:  # before there is the gradient, so that both take the least
         last = Ref(builder.emit(less_exponential, (last,)))
-    first = Ref(builder.part(grad.slot, cut))
+    first = _single(builder, Ref(builder.part(grad.slot, cut)), out)
     builder.cost += 2 * math.prod(out.shape)  # the totals
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
-    total = Ref(builder.whole(builder.tiling.total_of(index)))
+    total = _single(builder, Ref(builder.whole(builder.tiling.total_of(index))), out)
     if is_log:  # the kernel rounds once
-        return builder.emit(aten.addcmul.default, (first, last, total))
+        number = builder.emit(aten.addcmul.default, (first, last, total))
+        return _rounded(builder, number, out)
     return builder.emit(less_share, (first, last, total))
 
 
@@ -1343,7 +1489,64 @@ def _reduced(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     args = Ref(number), new[0] if isinstance(call.args[1], int) else new, *call.args[2:]
     if len(call.outputs) == 1:
         return builder.emit(call.target, args, call.kwargs)
-    return builder.emit_several(call.target, args, call.kwargs, len(call.outputs))[place]
+    return builder.emit_all(call, inner, args)[place]
+
+
+@_rule(aten.topk.default)
+def _largest(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
+    dim = (call.args[2] if len(call.args) > 2 else -1) % len(given.shape)
+    _off(dim, cut)
+    number = builder.part(call.args[0].slot, cut)
+    args = Ref(number), call.args[1], _dim(dim, cut), *call.args[3:]
+    return builder.emit_all(call, cut, args)[place]
+
+
+@_rule(aten.new_zeros.default)
+def _new_zeros(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    kinds = {"dtype": out.dtype, "device": out.device}
+    return builder.emit(aten.zeros.default, (_shape(out, cut),), kinds)
+
+
+@_rule(aten.scatter_add.default)
+def _scatter_added(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given, dim, indices, values = call.args
+    out, of = builder.meta(given.slot), builder.meta(indices.slot)
+    dim %= len(out.shape)
+    number = Ref(builder.part(given.slot, cut))
+    if cut[0] <= dim <= cut[1]:
+        _off_others(dim, cut)
+        if not _is_zero(builder.tiling, given.slot):
+            raise Uncut
+        parts = Ref(builder.whole(indices.slot)), Ref(builder.whole(values.slot))
+        return builder.emit(scatter_from, (number, dim, *parts, Start(), Length()))
+    if _lacks(out.shape, of.shape, dim) or builder.meta(values.slot).shape != of.shape:
+        raise Uncut
+    within = _within(builder, builder.part(indices.slot, cut), out.shape[dim])
+    part = Ref(builder.part(values.slot, cut))
+    return builder.emit(call.target, (number, _dim(dim, cut), within, part))
+
+
+def _within(builder: Builder, number: int, size: int) -> Ref:
+    """Indices in a range. Others are refused beside the tiles: see `_Tiling._check_indices`."""
+    return Ref(builder.emit(aten.clamp.default, (Ref(number), 0, size - 1)))
+
+
+def _is_zero(tiling: _Tiling, slot: int) -> bool:
+    """Whether a tensor is made of zeros whose sign is positive."""
+    index = tiling.makers.get(slot)
+    zeros = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
+    return index is not None and tiling.program.calls[index].target in zeros
+
+
+def _lacks(shape: Sequence[int], indices: Sequence[int], dim: int) -> bool:
+    """Whether indices along a dimension are fewer than the others of a shape."""
+    return any(
+        one != other
+        for place, (one, other) in enumerate(zip(shape, indices, strict=True))
+        if place != dim
+    )
 
 
 @_rule(aten.gather.default)
@@ -1351,12 +1554,9 @@ def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     given, index = builder.meta(call.args[0].slot), builder.meta(call.args[2].slot)
     dim = call.args[1] % len(given.shape)
     _off(dim, cut)
-    if any(
-        one != other
-        for place, (one, other) in enumerate(zip(given.shape, index.shape, strict=True))
-        if place != dim
-    ):
+    if _lacks(given.shape, index.shape, dim):
         raise Uncut
     builder.tiling.extents[call.args[2].slot] = (0, given.shape[dim])
-    parts = Ref(builder.part(call.args[0].slot, cut)), Ref(builder.part(call.args[2].slot, cut))
-    return builder.emit(call.target, (parts[0], _dim(dim, cut), parts[1]), call.kwargs)
+    number = Ref(builder.part(call.args[0].slot, cut))
+    within = _within(builder, builder.part(call.args[2].slot, cut), given.shape[dim])
+    return builder.emit(call.target, (number, _dim(dim, cut), within))

@@ -43,7 +43,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Part, Tiled, candidates, tiled
+from roam.program.tiling import Part, Tiled, candidates, tiled, with_new_sums
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -620,7 +620,7 @@ class _Chooser:
         found.
         """
         device = self._variant.device
-        program = merged(self._variant.program)
+        program = with_new_sums(merged(self._variant.program))
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
