@@ -875,3 +875,16 @@ def test_a_generator_that_is_seeded_behind_roams_back_is_noticed() -> None:
     with pytest.raises(roam.ExecutionError) as caught:
         compiled(torch.ones(8))
     assert caught.value.code == "generator_state"
+
+
+def test_a_barrier_that_brings_what_no_kernel_uses_stays() -> None:
+    weight, other = torch.randn(8, 8), torch.randn(16)
+
+    def step(x: torch.Tensor) -> float:
+        once, twice = (x @ weight).square(), (x @ weight).square()  # of which one is left out
+        loss = (once.mean() + twice.mean()).item()
+        return loss + other.detach().tolist()[0]  # type: ignore[no-any-return]
+
+    compiled = roam.compile(step, python="beside")
+    x = torch.ones(4, 8)
+    assert [compiled(x) for _ in range(5)] == [step(x)] * 5

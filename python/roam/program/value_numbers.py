@@ -291,7 +291,11 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
             set_later.discard(device)
         elif call.random:
             set_later.clear()
-        elif not is_used and call.outputs and not (call.is_check or index in unread):
+        elif (
+            not is_used
+            and call.outputs
+            and not (call.is_check or index in unread or is_barrier(call.target))
+        ):
             continue
         kept.append(index)
         for slot in call.refs():
