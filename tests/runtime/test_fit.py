@@ -130,6 +130,65 @@ def test_a_real_model_may_be_given() -> None:
     assert not optimizer.state
 
 
+def test_sizes_make_all_smaller_batches_fit() -> None:
+    """The size is how many rows of 12 numbers the batches have at most, of whatever shape."""
+
+    def whole_step(model: Any, optimizer: Any, x: Any) -> Any:
+        return train_step(model, optimizer, x.unsqueeze(-1).expand(-1, -1, 64))
+
+    def inputs_of(*shape: int) -> tuple[Any, ...]:
+        model = torch.nn.Linear(64, 64)
+        return model, torch.optim.SGD(model.parameters()), torch.randn(shape)
+
+    def sizes_at(rows: int) -> dict[str, dict[Any, int]]:
+        return {"x": {0: 16, 1: 12, "elements": 12 * rows}}
+
+    def graphs_at(*shape: int) -> list[roam.Graph]:
+        with roam.fake():
+            inputs = inputs_of(*shape)
+        return graphs_of(whole_step, inputs)
+
+    memory = "42 KiB"
+    found = roam.fit(whole_step, lambda _: inputs_of(3, 4), memory=memory, sizes=sizes_at, most=4)
+    assert found.size == 3
+    assert found.plan is not None
+    for wide, long in ((3, 12), (16, 2), (9, 4)):
+        totals = [roam.optimize(graph).total_bytes for graph in graphs_at(wide, long)]
+        assert max(totals) <= found.plan.total_bytes
+    assert not all(roam.optimize(graph).fits(memory) for graph in graphs_at(4, 12))
+
+
+def test_a_mapping_of_sizes_is_as_making_the_largest() -> None:
+    def whole_step(model: Any, optimizer: Any, x: Any) -> Any:
+        return train_step(model, optimizer, x.flatten(0, 1))
+
+    def made(length: int, **options: Any) -> Any:
+        def inputs_of(batch: int) -> tuple[Any, ...]:
+            return *make_inputs(1)[:2], torch.randn(batch, length, 64)
+
+        return roam.fit(whole_step, inputs_of, memory="2 MiB", **options)
+
+    short, long = made(3, sizes={"x": {1: 40}}), made(40)
+    assert short.size == long.size > 1
+    assert short.plan.total_bytes == long.plan.total_bytes
+
+
+def test_sizes_that_no_plan_holds_for_are_refused(tmp_path: Any) -> None:
+    def looping(model: Any, optimizer: Any, x: Any) -> Any:
+        return train_step(model, optimizer, sum(x[place : place + 1] for place in range(len(x))))
+
+    def asked(**options: Any) -> Any:
+        return roam.fit(
+            looping, lambda _: make_inputs(3), memory="2 MiB", sizes={"x": {0: 8}}, **options
+        )
+
+    with pytest.raises(roam.CaptureError, match=r"sizes=.*make_inputs") as caught:
+        asked()
+    assert caught.value.code == "value_reached_python"
+    with pytest.raises(ValueError, match="offload="):
+        asked(offload=tmp_path)
+
+
 def test_nothing_fits_into_too_little() -> None:
     found = roam.fit(train_step, make_inputs, memory=1000)
     assert (found.size, found.plan, found.next) == (0, None, found.trials[0])

@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -748,6 +749,44 @@ class TestGiven:
         step = roam.compile(reading(net, optimizer), sizes={"args[0]": {1: 40}})
         other = roam.compile(reading(net, optimizer))
         assert step.plan(ids_of(2, 8)).total_bytes == other.plan(ids_of(2, 40)).total_bytes
+
+    @pytest.mark.parametrize("is_part", [False, True])
+    @pytest.mark.parametrize("more", [{}, {"elements": 48}], ids=str)
+    def test_fakes_have_the_plan_of_real_tensors(self, is_part: bool, more: Any) -> None:
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters())
+        train = reading(net, optimizer)
+
+        def masked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return train(batch["ids"][:, : batch["mask"].shape[1]])
+
+        def planned(sizes: Any, *, is_fake: bool) -> tuple[int, Any]:
+            with roam.fake() if is_fake else nullcontext():
+                ids, mask = ids_of(5, 9), torch.ones(5, 9 - is_part)
+            batch = {"ids": ids[:, :-1] if is_part else ids, "mask": mask}
+            step = roam.compile(masked, sizes=sizes)
+            return step.plan(batch).total_bytes, sizes_of(step)[0]
+
+        sizes = {"ids": {0: 12, 1: 24, **more}}
+        (total, of_fakes), (real_total, of_real) = (
+            planned(sizes, is_fake=True), planned(sizes, is_fake=False)
+        )  # fmt: skip
+        assert of_fakes.corners == of_real.corners
+        assert of_fakes.least == of_real.least
+        # What kernels allocate for themselves is measured of real tensors, at the largest sizes.
+        assert total <= real_total if more else total == real_total
+        if not more:
+            assert total > 1.2 * planned(True, is_fake=True)[0]
+
+    def test_fakes_of_several_sizes_have_a_plan_for_each(self) -> None:
+        net = Reader()
+        train = reading(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        step = roam.compile(train)
+        for length in (9, 20, 7):
+            with roam.fake():
+                ids = ids_of(2, length)
+            assert step.plan(ids).total_bytes == roam.compile(train).plan(ids).total_bytes
+        assert len(step.kept().plans) == 3
 
     def test_an_argument_may_be_named_as_the_function_does(self) -> None:
         step = run_both(lengths(9, 5, 24), sizes={"ids": {1: 24}})

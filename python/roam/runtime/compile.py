@@ -41,11 +41,10 @@ from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
-from roam.runtime.ranges import Ranges
+from roam.runtime.ranges import Ranges, given_sizes
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
-from roam.state.argument_sizes import ELEMENTS
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.references import ArgumentReference
@@ -199,7 +198,7 @@ def compile(
     if kernels not in ("eager", "inductor"):
         raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
     if not isinstance(sizes, bool):
-        sizes = _ranges(sizes)
+        sizes = given_sizes(sizes)
     options = Options(
         sizes=sizes,
         time_limit_s=time_limit_s,
@@ -220,33 +219,6 @@ def compile(
         max_plans=max_plans,
         python=python,
     )
-
-
-def _ranges(sizes: Any) -> dict[str, dict[Any, int]]:
-    """The largest size of each dimension of each argument that is named, and the most elements.
-
-    Raises:
-        ValueError: it is no mapping of names to mappings of dimensions to sizes.
-    """
-    known = {}
-    for name, dims in sizes.items() if isinstance(sizes, Mapping) else (("", None),):
-        if (
-            not isinstance(dims, Mapping)
-            or not all(
-                (dim == ELEMENTS or (type(dim) is int and dim >= 0))
-                and type(most) is int
-                and most >= 2
-                for dim, most in dims.items()
-            )
-            or (ELEMENTS in dims and len(dims) not in (2, 3))
-        ):
-            raise ValueError(
-                'sizes must be True, False or a mapping such as {"input_ids": {1: 512}}, which names an argument, '
-                'its dimensions, and the largest size of each (2 or more), and beside one or two of them perhaps "elements", not '
-                f"{sizes!r}"
-            )
-        known[str(name)] = dict(dims)
-    return known
 
 
 def _is_at_least(least: int, value: Any, kind: type[Any]) -> bool:

@@ -4,8 +4,9 @@ limit, found by planning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from roam.report.figures import plan_figures
 from roam.report.table import format_bytes
 from roam.report.tables import Amount, Cell, Count, Table, as_html, as_text
 from roam.runtime.memory_report import StepMemory
-from roam.runtime.strategy import choose
+from roam.runtime.ranges import Ranges, given_sizes
+from roam.runtime.strategy import Options, choose
+from roam.state.step_call import StepCall
 from roam.tracing.fakes.fake_mode import fake
-from roam.tracing.step import CapturedStep, capture_step
+from roam.tracing.step import CapturedStep, Known, capture_step
 
 MOST = 2**20
 """The largest size that is tried unless the caller says otherwise."""
 _REFUSED = ("memory_floor", "memory_limit_not_found")
+_Sizes = Mapping[str, Mapping[Any, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ def fit(
     device: str = "cpu",
     most: int = MOST,
     offload: str | Path | None = None,
+    sizes: _Sizes | Callable[[int], _Sizes] | None = None,
 ) -> Fit:
     """Finds the largest batch, or other size, with which a training step keeps within a memory
     limit.
@@ -180,11 +185,17 @@ def fit(
         offload: a folder for tensors that may lie in files, as for `roam.compile`; operators may
             run again then, too. `Trial.traffic` says what a step moves there, and what that takes.
             The speed of the disk is measured.
+        sizes: how large batches get at a size, as for `roam.compile`, or a function of the size
+            that says so: then all of these batches have to fit, whichever `make_inputs` makes. So
+            the size may be a number of tokens of batches that are long or wide.
 
     Raises:
-        CaptureError: the step cannot be captured exactly.
+        CaptureError: the step cannot be captured exactly; or one plan does not hold for all of
+            `sizes` (``value_reached_python``), or they do not fit what `make_inputs` makes
+            (``argument``).
         ExecutionError: the folder cannot be used.
-        ValueError: the limit is not an amount of bytes.
+        ValueError: the limit is not an amount of bytes, or `sizes` is no such mapping, or is given
+            beside `offload`.
 
     Example:
         >>> def make_inputs(batch):
@@ -197,9 +208,15 @@ def fit(
     def graphs_at(size: int) -> list[Graph]:
         with fake(device):
             inputs = make_inputs(size)
-        return graphs_of(train_step, inputs, random_states=recompute)
+        of_size = sizes(size) if callable(sizes) else sizes
+        return graphs_of(train_step, inputs, random_states=recompute, sizes=of_size)
 
     limit_bytes = MemoryLimit.of(memory).amount_bytes()
+    if offload is not None and sizes is not None:
+        raise ValueError(
+            "with offload= there is a plan for each size, and sizes= asks for one of all; leave out one of them, or make the "
+            "largest batch in make_inputs"
+        )
     if offload is None:
         return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
     folder = Path(offload).absolute()
@@ -214,7 +231,11 @@ def fit(
 
 
 def graphs_of(
-    train_step: Callable[..., Any], args: Sequence[Any], *, random_states: bool = False
+    train_step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    random_states: bool = False,
+    sizes: _Sizes | None = None,
 ) -> list[Graph]:
     """The graphs of the first step, if there is one, and of later ones.
 
@@ -222,12 +243,14 @@ def graphs_of(
         train_step: the user's function.
         args: what it would be called with.
         random_states: as for `roam.capture`.
+        sizes: how large the arguments get, as for `roam.compile`; None for their own sizes.
 
     Raises:
-        CaptureError: the step cannot be captured exactly, or has no steady step.
+        CaptureError: the step cannot be captured exactly, has no steady step, or goes another way
+            at some of these sizes.
     """
     with collections_wait():
-        captured = _captured(train_step, args)
+        captured = _captured(train_step, args, sizes)
         return [
             variant.graph_with_states if random_states else variant.graph
             for variant in (captured.first, captured.steady)
@@ -235,9 +258,22 @@ def graphs_of(
         ]
 
 
-def _captured(train_step: Callable[..., Any], args: Sequence[Any]) -> CapturedStep:
+def _captured(
+    train_step: Callable[..., Any], args: Sequence[Any], sizes: _Sizes | None = None
+) -> CapturedStep:
     """A step that can be planned before it has run."""
-    captured = capture_step(train_step, tuple(args), {})
+    capture = partial(capture_step, train_step, tuple(args), {}, known=Known())
+    if sizes is None:
+        captured = capture()
+    else:
+        ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
+        captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
+        if reason:
+            raise CaptureError(
+                f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
+                "largest batch in make_inputs",
+                code="value_reached_python",
+            )
     if captured.steady is None:
         assert captured.first is not None, "one of them is there"
         raise captured.first.program.unsettled or CaptureError(

@@ -59,6 +59,33 @@ _TRIES = 3
 none of the earlier captures is on its side."""
 
 
+def given_sizes(sizes: Any) -> dict[str, dict[Any, int]]:
+    """The largest size of each dimension of each argument that is named, and the most elements.
+
+    Raises:
+        ValueError: it is no mapping of names to mappings of dimensions to sizes.
+    """
+    known = {}
+    for name, dims in sizes.items() if isinstance(sizes, Mapping) else (("", None),):
+        if (
+            not isinstance(dims, Mapping)
+            or not all(
+                (dim == ELEMENTS or (type(dim) is int and dim >= 0))
+                and type(most) is int
+                and most >= 2
+                for dim, most in dims.items()
+            )
+            or (ELEMENTS in dims and len(dims) not in (2, 3))
+        ):
+            raise ValueError(
+                'sizes must be True, False or a mapping such as {"input_ids": {1: 512}}, which names an argument, '
+                'its dimensions, and the largest size of each (2 or more), and beside one or two of them perhaps "elements", not '
+                f"{sizes!r}"
+            )
+        known[str(name)] = dict(dims)
+    return known
+
+
 class Ranges:
     """What one compiled step knows of captures for ranges of sizes.
 
@@ -135,7 +162,10 @@ class Ranges:
         if not self._is_possible:
             return None
         if self._given and not known:
-            return self._as_given(capture, call)
+            step, reason = self.as_given(capture, call)
+            if reason:
+                logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
+            return step
         for before in known:
             if before.guards.failure() is not None:
                 continue
@@ -165,13 +195,15 @@ class Ranges:
         assert step.arguments.sizes is not None, "it holds for a range"
         self._tries[_key(step.arguments.sizes.dims)] += 1
 
-    def _as_given(
-        self,
-        capture: Callable[..., CapturedStep],
-        call: StepCall,
-    ) -> CapturedStep:
-        """A capture for the sizes that the user has said; for those of the call alone if none holds
-        for all.
+    def as_given(
+        self, capture: Callable[..., CapturedStep], call: StepCall
+    ) -> tuple[CapturedStep, str]:
+        """A capture for the sizes that the user has said, and an empty text. If none holds for all
+        of them, one for those of the call alone, and why.
+
+        Raises:
+            CaptureError: an argument is not there, or the call has other sizes (``argument``); or
+                the step cannot be captured.
         """
         before = capture()
         leaves = call.taken(before.arguments.taker).leaves
@@ -220,12 +252,11 @@ class Ranges:
         try:
             found = self._captured(capture, before, [before], changes, dims, call, bounds)
             if found.arguments.sizes is not None:
-                return found
+                return found, ""
             reason = "it goes another way if sizes may change"
         except (OneLength, CaptureError) as error:
             reason = str(error)
-        logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
-        return before
+        return before, reason
 
     def _captured(
         self,

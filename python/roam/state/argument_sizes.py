@@ -312,8 +312,7 @@ def parted(size: Expression) -> tuple[Expression, int]:
 def may_have_symbols(tensor: torch.Tensor) -> bool:
     """Whether sizes of an argument may be taken for symbols."""
     return (
-        type(tensor) is torch.Tensor
-        and not isinstance(tensor, FakeTensor)
+        type(tensor) in (torch.Tensor, FakeTensor)
         and tensor.layout is torch.strided
         and tensor.grad_fn is None
         and tensor.grad is None

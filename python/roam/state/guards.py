@@ -55,7 +55,7 @@ from roam.state.sizes import Symbols
 from roam.state.spaces import Items, Space, is_under
 from roam.state.step_call import StepCall
 from roam.state.value_stand_ins import is_left_by_tokenizer
-from roam.torch_compat.private import dict_versions
+from roam.torch_compat.private import FakeTensor, dict_versions
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -851,7 +851,9 @@ class ArgGuard:
         for (place, expected, value), storage in zip(tensors, memory, strict=True):
             if has_changed and storage in storages:
                 now = lies(value)
-                if storage[1] >= 0 or not may_have_symbols(value) or now is None:
+                # Who plans for fakes of several sizes asks what each of them takes.
+                is_fake = isinstance(value, FakeTensor)
+                if storage[1] >= 0 or is_fake or not may_have_symbols(value) or now is None:
                     return {}
                 found[place] = Change(expected.layout, now, value.itemsize)
         return found

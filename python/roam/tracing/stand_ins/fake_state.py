@@ -466,7 +466,13 @@ class FakeState:
             return self._fakes[id(tensor)][1]
         path = self._historic.get(id(tensor))
         if path is None and is_faked(tensor):
-            return tensor
+            if self.sized is None or not isinstance(tensor, FakeTensor):
+                return tensor
+            resized = self.sized.argument(tensor, tensor)
+            if resized is not tensor:
+                self._fakes[id(tensor)] = tensor, resized
+                self.identities.add(resized, tensor)
+            return resized
         if not is_dtensor(tensor) and tensor.layout is not torch.strided:
             _refuse_layout(tensor, self._path_of(tensor))
         gradient = _gradient_of(tensor)
