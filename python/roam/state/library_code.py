@@ -198,15 +198,24 @@ def is_reporter(value: object) -> bool:
     """Whether a value is, or is from, a package that tells people about a training run."""
     kind = type(value)
     if kind is types.ModuleType:
-        return is_in(str(vars(value).get("__name__")), REPORTERS)
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return is_in(str(value.__module__), REPORTERS)
-    return _is_of_reporter(value if isinstance(value, type) else kind)
+        return reports(vars(value).get("__name__"))
+    if kind in (types.FunctionType, types.BuiltinFunctionType):
+        return reports(value.__module__)
+    return _is_of_reporter(value if issubclass(kind, type) else kind)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_of_reporter(kind: type) -> bool:
-    return is_in(str(_home_of(kind)), REPORTERS)
+    return reports(_home_of(kind))
+
+
+def reports(module: object) -> bool:
+    """Whether a module is one of a package that tells people about a training run."""
+    return (
+        type(module) is str
+        and is_in(module, REPORTERS)
+        and not _is_of_user(module.partition(".")[0])
+    )
 
 
 def is_opaque(kind: type) -> bool:

@@ -4,7 +4,6 @@ run of a plan would not make them again.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from roam.program.ir import Source
-from roam.state.library_code import REPORTERS, is_in, is_library_code
+from roam.state.library_code import is_library_code, reports
 from roam.torch_compat.private import dispatch_modes
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import shown_path
@@ -53,18 +52,13 @@ def _called(frame: FrameType, event: str, arg: Any) -> str | None:
     """The name of what is called, if a package is entered here."""
     if event == "call":
         package, name = _module(frame), frame.f_code.co_name
-        is_entered = _is_reporters(package) and not _is_reporters(_module(frame.f_back))
+        is_entered = reports(package) and not reports(_module(frame.f_back))
     elif event == "c_call":
         package, name = str(type(getattr(arg, "__self__", None)).__module__), arg.__name__
-        is_entered = _is_reporters(package)
+        is_entered = reports(package)
     else:
         return None
     return f"{package}.{name}" if is_entered and not name.startswith("__") else None
-
-
-@functools.cache
-def _is_reporters(module: str) -> bool:
-    return is_in(module, REPORTERS)
 
 
 def _module(frame: FrameType | None) -> str:
