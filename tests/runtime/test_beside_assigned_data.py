@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +19,8 @@ from roam.runtime.beside.placeholders import WeakStorage, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="it needs PyTorch 2.15")
 
-STEPS: dict[str, Callable[[], tuple[State, Step]]] = {}
-
-
-def kind(make: Callable[[], tuple[State, Step]]) -> Callable[[], tuple[State, Step]]:
-    STEPS[make.__name__] = make
-    return make
+STEPS: dict[str, harness.Make] = {}
+kind = harness.kinds(STEPS)
 
 
 @kind

@@ -12,6 +12,8 @@ import itertools
 import os
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -200,6 +202,25 @@ class Frames:
         step.
         """
         return self._forward_sources.get(sequence_number(node))
+
+
+@contextmanager
+def calls_seen(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """In the block, a function is told of each call and return in this thread, as
+    `sys.setprofile` has it, and the profiler that is there already is told after it.
+    """
+    before = sys.getprofile()
+
+    def hook(frame: FrameType, event: Any, arg: Any) -> None:
+        see(frame, event, arg)
+        if before is not None:
+            before(frame, event, arg)
+
+    sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def is_torch_file(file: str) -> bool:

@@ -1042,9 +1042,8 @@ class _Tracer:
             Retrace: it may.
         """
         read = fake_state.growing.read(is_over=is_over)
-        if (
-            self.call.known.regions.used().calls
-        ):  # Dynamo would look at what is in the lists' places
+        # Dynamo would look at what is in the lists' places.
+        if self.call.known.regions.used().calls:
             read = {growing.path for growing in self.reach.growing}
         if read:
             raise Retrace({Policy.FIXED: read})

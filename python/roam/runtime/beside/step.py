@@ -30,7 +30,7 @@ from roam.runtime.strategy import Options, choose
 from roam.state.global_flags import kernel_switches
 from roam.state.global_state import AMBIENT
 from roam.torch_compat.private import dispatch_modes, version_of
-from roam.tracing.source_location import Frames
+from roam.tracing.source_location import Frames, calls_seen
 from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
@@ -81,9 +81,9 @@ def _generators_watched(recorder: Recorder) -> Iterator[None]:
     """Fails a recording in which a method of PyTorch's default generator is called by other code
     than PyTorch's functions, which `looking` tells of: nothing shows it in later calls.
     """
-    before, generator = sys.getprofile(), torch.default_generator
+    generator = torch.default_generator
 
-    def hook(frame: FrameType, event: Any, arg: Any) -> None:
+    def see(frame: FrameType, event: str, arg: Any) -> None:
         if (
             event == "c_call"
             and getattr(arg, "__self__", None) is generator
@@ -96,14 +96,9 @@ def _generators_watched(recorder: Recorder) -> Iterator[None]:
                 "torch.set_rng_state or torch.manual_seed, or pass a generator of your own to what draws",
                 "generator_state",
             )
-        if before is not None:
-            before(frame, event, arg)
 
-    sys.setprofile(hook)
-    try:
+    with calls_seen(see):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def _around(key: Hashable) -> Hashable:

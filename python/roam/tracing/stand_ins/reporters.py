@@ -4,7 +4,6 @@ run of a plan would not make them again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,7 +13,7 @@ from roam.program.ir import Source
 from roam.state.library_code import is_library_code, reports
 from roam.torch_compat.private import dispatch_modes
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.source_location import shown_path
+from roam.tracing.source_location import calls_seen, shown_path
 
 
 @contextmanager
@@ -22,9 +21,8 @@ def reports_refused(recorder: Recorder) -> Iterator[None]:
     """In the block, a call that enters one of these packages is refused before it does anything,
     but for methods that Python itself calls, such as `__bool__`.
     """
-    before = sys.getprofile()
 
-    def hook(frame: FrameType, event: Any, arg: Any) -> None:
+    def see(frame: FrameType, event: str, arg: Any) -> None:
         name = _called(frame, event, arg)
         if name is not None and recorder in dispatch_modes():
             caller: FrameType | None = frame
@@ -38,14 +36,9 @@ def reports_refused(recorder: Recorder) -> Iterator[None]:
                 if caller is None
                 else Source("", shown_path(caller.f_code.co_filename), caller.f_lineno),
             )
-        if before is not None:
-            before(frame, event, arg)
 
-    sys.setprofile(hook)
-    try:
+    with calls_seen(see):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def _called(frame: FrameType, event: str, arg: Any) -> str | None:
