@@ -18,8 +18,8 @@ from roam.tracing.source_location import calls_seen, shown_path
 
 @contextmanager
 def reports_refused(recorder: Recorder) -> Iterator[None]:
-    """In the block, a call that enters one of these packages is refused before it does anything,
-    but for methods that Python itself calls, such as `__bool__`.
+    """In the block, refuses a call that enters one of these packages, before it does anything.
+    Methods that Python itself calls, such as `__bool__`, may run.
     """
 
     def see(frame: FrameType, event: str, arg: Any) -> None:
