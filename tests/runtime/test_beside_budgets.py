@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_python_beside import same_bits
+from test_python_beside import are_same, ran, same_bits
 
 import roam
+from roam.runtime.beside.lazy import Lazy
 from roam.runtime.beside.placeholders import is_possible
 from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.pool import Pool
@@ -215,6 +216,64 @@ def test_a_budget_holds_at_every_call(name: str) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one == other if isinstance(one, float) else same_bits(one, other)
     assert max(peaks) <= limit_bytes
+
+
+AGAIN = (
+    "printing", "branches", "numpy_and_lists", "checkpoints", "constrained_weights", "equal_values_of_which_numpy_changes_one",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has segments keep as little as they can, as if the limit had no room for more; how often."""
+    plain, times = Lazy._planned, []
+
+    def least(self: Any, index: Any, kept: Any, freed: Any, *, is_end: bool, is_last: bool) -> Any:
+        if not is_last:
+            times.append(1)
+            raise roam.PlanError("no room", code="memory_limit_not_found")
+        return plain(self, index, kept, freed, is_end=is_end, is_last=is_last)
+
+    monkeypatch.setattr(Lazy, "_planned", least)
+    return times
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_no_segment_keeps_is_made_again_with_the_same_bits(
+    name: str, tight: list[int]
+) -> None:
+    expected, _ = ran(name)
+    found, _ = ran(name, python="beside", memory="1GiB")
+    assert are_same(expected, found)
+    assert tight
+
+
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("changes", ["dtype", "kernels"])
+def test_what_is_computed_by_other_kernels_is_kept(changes: str) -> None:
+    def set_to(is_on: bool) -> None:
+        if changes == "dtype":
+            torch.set_default_dtype(torch.float64 if is_on else torch.float32)
+        else:
+            torch.set_flush_denormal(is_on)
+
+    def step(x: torch.Tensor) -> Any:
+        one = (x > 0).long() / 3 if changes == "dtype" else x * 1e-39 * 0.5
+        try:
+            set_to(True)
+            other = (x > 0).long() / 3 if changes == "dtype" else x * 1e-39 * 0.5
+        finally:
+            set_to(False)
+        assert x.sum().item() > 0
+        return one, other, one * 2, other * 2
+
+    x = torch.rand(8, 8)
+    expected = step(x)
+    compiled = roam.compile(step, python="beside", memory="1GiB")
+    for _ in range(3):
+        found = compiled(x)
+        assert [one.dtype for one in expected] == [one.dtype for one in found]
+        assert all(map(same_bits, expected, found))
 
 
 def test_the_plan_of_the_first_call_is_that_of_later_ones_where_they_are_alike() -> None:

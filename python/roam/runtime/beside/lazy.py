@@ -198,6 +198,10 @@ class Lazy(Recorder):
         """What has become of the last operator."""
         self._runs_now = False
         """Whether all that comes runs where it stands."""
+        self._default = torch.get_default_dtype()
+        """That with which operators wait."""
+        self._first_again = 0
+        """Operators before this one ran with other kernels than those that would run now."""
         self._is_issuing = False
         """Whether the last entry has no results yet."""
         self._is_over = False
@@ -292,6 +296,9 @@ class Lazy(Recorder):
         func, facts = entry.func, facts_of(entry.func)
         if self._runs_now:
             return super()._run(entry, args, kwargs)
+        if torch.get_default_dtype() is not self._default:  # by which some operators compute
+            self.switching()
+            self._default = torch.get_default_dtype()
         if entry.kind == "now":
             return self._value(entry, args, kwargs)
         if facts.reshapes_in_place or not facts.computes:
@@ -569,8 +576,9 @@ class Lazy(Recorder):
         self.now()
 
     def switching(self) -> None:
-        """How kernels compute is about to be changed."""
-        self.advance()
+        """How kernels compute is about to be changed: what is not kept cannot be made later."""
+        self.advance(self._alive())
+        self._first_again = len(self.recording.entries) - self._is_issuing
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
@@ -652,7 +660,7 @@ class Lazy(Recorder):
         wanted = lacking & (alive if is_end else set(asked))
         if not self._is_waiting and not wanted:
             return
-        with self._kernels_run(), calls_unseen():
+        with self._kernels_run(), calls_unseen(), self._as_issued():
             wanted |= lacking & (self._used | self._made_of(lacking & alive, self._dirty))
             try:
                 self._segment(alive, wanted, set(asked), is_end=is_end)
@@ -667,6 +675,16 @@ class Lazy(Recorder):
         for numbers in (self._new, self._used, self._dirty):
             numbers.clear()
 
+    @contextmanager
+    def _as_issued(self) -> Iterator[None]:
+        """The default dtype is that with which operators were issued."""
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(self._default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(now)
+
     def _segment(
         self, alive: frozenset[int], wanted: set[int], asked: set[int], *, is_end: bool
     ) -> None:
@@ -676,8 +694,8 @@ class Lazy(Recorder):
         """
         storages, slots = self.recording.storages, self.recording.slots
         there, again = self._made_again(now=True) - asked, self._made_again(now=False) - asked
-        refusal: PlanError | None = None
-        before: set[int] = set()
+        ways: list[tuple[list[int], set[int], set[int]]] = []
+        """In which entries run, and which storages are kept and freed."""
         for keeps, frees in ((True, False), (False, False), (False, True)):
             freed = there & self._filled if frees else set()
             needs = wanted | freed & (
@@ -692,17 +710,17 @@ class Lazy(Recorder):
             }
             if not keeps and not is_end:
                 kept -= again
-            if refusal is not None and (is_end or kept == before) and not freed:
-                continue
-            before = kept
-            is_last = frees or not there & self._filled and (is_end or not keeps)
+            if not ways or freed or kept != ways[-1][1]:
+                ways.append((index, kept, freed))
+        for index, kept, freed in ways:
+            is_last = freed is ways[-1][2]
             try:
                 planned, draws = self._planned(index, kept, freed, is_end=is_end, is_last=is_last)
             except PlanError as error:
-                if not error.code.startswith("memory_"):
+                if is_last or not error.code.startswith("memory_"):
                     raise
-                refusal = refusal or error
                 continue
+            made = {number for number, seen in enumerate(storages) if seen.creator in index}
             lacking = (self._lacking(alive) | (freed | made) & alive) - kept
             held = {
                 number: self._held[number]
@@ -715,8 +733,6 @@ class Lazy(Recorder):
             self._execute(planned, draws)
             self._held = held
             return
-        assert refusal is not None, "something was tried"
-        raise refusal
 
     def _entries(self, needs: set[int], freed: set[int]) -> list[int]:
         """The entries of a segment: those that wait, and those that make what is needed."""
@@ -844,7 +860,7 @@ class Lazy(Recorder):
     def _runs_again(self, index: int) -> bool:
         """Whether an entry makes the same bits from the same tensors."""
         entry = self.recording.entries[index]
-        if entry.kind != "kernel" or index in self._at_once:
+        if entry.kind != "kernel" or index in self._at_once or index < self._first_again:
             return False
         call = Call(entry.func, entry.args, entry.kwargs, (), False, "", entry.source)
         if self._is_drawn_again(index):
