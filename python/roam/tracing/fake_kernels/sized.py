@@ -36,6 +36,7 @@ aten = torch.ops.aten
 _DIVIDING = {
     aten.convolution.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default,
     aten._adaptive_avg_pool2d.default, aten.im2col.default, aten.unfold.default, aten.slice.Tensor,
+    aten.constant_pad_nd.default,
 }  # fmt: skip
 """Kernels whose results' sizes may be quotients of those of their arguments."""
 _MOST_PLACE = 2
@@ -148,6 +149,29 @@ class SizedKernels:
                 base = None if item.base is None else tensors[item.base]
                 made.append(twin if layout is None else self._outer(twin, layout, base))
         return made[0] if known.container is None else known.container(made)
+
+    def reshape(
+        self,
+        func: Any,
+        view: Any,
+        given: Any,
+        tensors: list[Any],
+        recorded: Any,
+        signatures: Sequence[Any],
+    ) -> Any:
+        """A tensor of which a kernel has changed how it lies; see `run`. `view` is the kernel that
+        returns the same as a view.
+        """
+        (tensor,) = tensors
+        seen = self.run(view, given, tensors, recorded, signatures)
+        twin, layout = _twin(tensor), layout_of(seen)
+        assert layout is not None, "so are the layouts of all views of it"
+        args, kwargs = _concrete(given, 0, iter([twin]))
+        self._kernels.run_once(func, args, kwargs, [twin])
+        with DisableTorchDispatch(), BelowAutograd():
+            tensor.as_strided_(*_symbolic_layout(layout))
+        tensor._roam_layout = layout
+        return tensor
 
     def _learned(self, func: Any, given: Any, tensors: list[Any]) -> _Results:
         """Asks a kernel for its results at all points, and finds the expressions that they
@@ -385,11 +409,7 @@ class SizedKernels:
         storage: torch.UntypedStorage | None = None,
     ) -> FakeTensor:
         """The fake tensor that the step sees. It lies in the storage of `base`, or in `storage`."""
-        shape, stride, offset = (
-            tuple(map(_symbolic, layout.shape)),
-            tuple(map(_symbolic, layout.stride)),
-            _symbolic(layout.offset),
-        )
+        shape, stride, offset = _symbolic_layout(layout)
         with DisableTorchDispatch(), BelowAutograd():
             whole = None if base is None else getattr(base, "_roam_meta", None)
             if whole is not None and whole.dtype is twin.dtype:
@@ -436,6 +456,12 @@ def _twin(tensor: Any) -> Any:
 def _symbolic(value: Any) -> Any:
     node: Any = value
     return torch.SymInt(node) if isinstance(value, Expression) else value
+
+
+def _symbolic_layout(layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """Shape, stride and offset as PyTorch takes them."""
+    shape, stride, offset, _ = layout.mapped(_symbolic)
+    return shape, stride, offset
 
 
 def _plain(expression: Expression) -> Any:
