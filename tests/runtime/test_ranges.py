@@ -404,9 +404,30 @@ def normed(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), ids.flatten()) + mask.exp().mean()
 
 
+def reshaped_in_place(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = net(ids)
+    wide = scores.sin().unsqueeze_(1).transpose_(0, 2)
+    flat = (scores * 2).detach_().swapaxes_(0, 1).squeeze_()
+    part = (scores * 3).as_strided_((ids.shape[1] // 2, 7), (50, 1), 11)
+    return wide.square().mean() + (flat * scores.transpose(0, 1)).mean() + part.mean()
+
+
+def pooled_to_one_pixel(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    images = net(ids).transpose(1, 2)[..., None].contiguous(memory_format=torch.channels_last)
+    pooled = functional.adaptive_avg_pool2d(images, 1)  # it lays the result out anew, in place
+    return functional.layer_norm(pooled.permute(0, 2, 3, 1), (50,)).square().var()
+
+
+def in_padded_chunks(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(net(ids), (0, 0, 0, (4 - ids.shape[1] % 4) % 4))
+    sums = wide.reshape(ids.shape[0], -1, 4, 50).permute(0, 3, 1, 2).cumsum(-1)
+    return torch.cat([torch.zeros_like(sums[:, :, :1]), sums], 2).square().mean()
+
+
 HABITS = [
     window, branch, halves, parity, least, over_time, by_type, by_exact_type, by_table, by_text, swallowing, chunks,
-    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed,
+    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed, reshaped_in_place, pooled_to_one_pixel,
+    in_padded_chunks,
 ]  # fmt: skip
 
 
@@ -418,11 +439,17 @@ def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) 
 
 @pytest.mark.parametrize(
     "loss_of",
-    [halves, numbers, padded, masked, shares, functions_of_numbers, normed],
+    [
+        halves, numbers, padded, masked, shares, functions_of_numbers, normed, reshaped_in_place, pooled_to_one_pixel,
+    ],
     ids=lambda one: one.__name__,
-)
+)  # fmt: skip
 def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
+
+
+def test_padded_chunks_of_texts_need_no_other_plan() -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 13, 40), in_padded_chunks)._captures) == 2
 
 
 def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -203,11 +203,11 @@ class SizedKernels:
             self._refuse(f"{func} gives other results for other sizes")
         self._note_products([tensor for tensor in map(layout_of, tensors) if tensor is not None])
         if func in _DIVIDING:
-            self._note_quotients(func, given)
+            self._note_computed(func, given)
         items = []
         for place, item in enumerate(first.items):
             alike = [one.items[place] for one in found]
-            items.append((item, self._layout(func, alike, tensors)))
+            items.append((item, self._layout(func, given, alike, tensors)))
         return _Results(items, first.container)
 
     def _like_an_argument(self, func: Any, given: Any, tensors: list[Any]) -> _Results | None:
@@ -253,8 +253,8 @@ class SizedKernels:
                 one.add(other)
                 one.mul(other)
 
-    def _note_quotients(self, func: Any, given: Any) -> None:
-        """Sizes that a kernel divides are known from PyTorch's own arithmetic on symbols."""
+    def _note_computed(self, func: Any, given: Any) -> None:
+        """Notes the sizes of a kernel's results by PyTorch's own arithmetic on symbols."""
         args, kwargs = given
         try:
             with disable_fake_tensor_cache(self._mode), enable_python_dispatcher():
@@ -265,7 +265,7 @@ class SizedKernels:
             if isinstance(result, torch.Tensor):
                 self.symbols.strides(result.shape)
 
-    def _layout(self, func: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
+    def _layout(self, func: Any, given: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
         """The layout of a result, from what it is at each point."""
         first = alike[0]
         if type(first) is not cache.Made:
@@ -281,29 +281,33 @@ class SizedKernels:
             self._refuse(f"{func} gives other results for other sizes")
         base = None if first.base is None else layout_of(tensors[first.base])
         shape = tuple(
-            self._number(func, [one.shape[dim] for one in alike]) for dim in range(len(first.shape))
+            self._number(func, given, [one.shape[dim] for one in alike])
+            for dim in range(len(first.shape))
         )
         _, elements = self.symbols.strides(shape)
         elements.mul(self.symbols.constant(first.dtype.itemsize))
         stride = tuple(
-            self._number(func, [one.stride[dim] for one in alike])
+            self._number(func, given, [one.stride[dim] for one in alike])
             for dim in range(len(first.shape))
         )
-        offset = self._number(func, [one.offset for one in alike])
+        offset = self._number(func, given, [one.offset for one in alike])
         if base is not None:
             size_bytes = base.size_bytes
         elif first.base is not None:
             size_bytes = tensors[first.base].untyped_storage().nbytes()
         else:
-            size_bytes = self._number(func, [one.bytes() for one in alike])
+            size_bytes = self._number(func, given, [one.bytes() for one in alike])
         layout = Layout(shape, stride, offset, size_bytes)
         is_symbolic = base is not None or any(
             isinstance(one, Expression) for one in (*shape, *stride, offset, size_bytes)
         )
         return layout if is_symbolic else None
 
-    def _number(self, func: Any, values: list[int]) -> Any:
+    def _number(self, func: Any, given: Any, values: list[int]) -> Any:
         found = self.symbols.with_values(tuple(values))
+        if found is None:
+            self._note_computed(func, given)
+            found = self.symbols.with_values(tuple(values))
         if found is None:
             self.symbols.raise_least(
                 f"no expression is found for a size of the result of {func}: {values}",

@@ -557,7 +557,9 @@ class Recorder(Values, TorchDispatchMode):
     def _reference_of(self, tensor: Any) -> StateReference | None:
         """Where a tensor lies, if it exists before the step."""
         slot = self.slot_of(tensor)
-        return next((one for one, referenced in self.program.referenced if referenced == slot), None)
+        return next(
+            (one for one, referenced in self.program.referenced if referenced == slot), None
+        )
 
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same
