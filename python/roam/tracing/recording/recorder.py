@@ -554,7 +554,7 @@ class Recorder(Values, TorchDispatchMode):
             code="refused_operator", op=str(func), source=source,
         )  # fmt: skip
 
-    def _reference_of(self, tensor: Any) -> StateReference | None:
+    def _reference_of(self, tensor: Any) -> StateReference | ArgumentReference | None:
         """Where a tensor lies, if it exists before the step."""
         slot = self.slot_of(tensor)
         return next(
