@@ -285,6 +285,58 @@ def test_a_later_size_of_a_range_takes_one_trace() -> None:
     assert step._known.traces == before + 1
 
 
+def test_micro_batches_of_changing_lengths_take_few_traces() -> None:
+    """The optimizer's state is there from the second update on, and gradients from the second
+    micro-batch on, which changes neither what a micro-batch does nor what the last one does.
+    """
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(
+            ids: torch.Tensor, is_last: bool, net: Any = net, optimizer: Any = optimizer
+        ) -> Any:
+            loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train, keep_grads=True)
+        losses = [
+            function(ids_of(2, length), place % 2 == 1)
+            for place, length in enumerate((9, 14, 11, 8, 16, 7, 10, 13, 9, 12))
+        ]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    assert len(step._captures) == 4
+    assert step._known.traces <= 3 + 6 + 2 + 2
+
+
+def test_a_mode_that_the_step_sets_may_be_another_before_it() -> None:
+    """As after an evaluation, from which a trainer's step puts the model back."""
+    net = Reader()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        net.train()
+        return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+    step: Any = roam.compile(reading(net, optimizer, loss_of))
+    for place, length in enumerate((9, 14, 11, 8, 16, 7, 10, 13, 9, 12, 15)):
+        if place % 3 == 0:
+            net.eval()
+        step(ids_of(2, length))
+    assert [sizes is None for sizes in sizes_of(step)].count(False) == 2
+    assert len(step._captures) == 3
+
+
 def test_the_end_of_a_table_limits_the_range() -> None:
     def make() -> Reader:
         return Reader(positions=20)

@@ -23,6 +23,7 @@ from roam.kernels.calls import Placed, placing
 from roam.program.diff import difference
 from roam.program.effects import Rebind
 from roam.program.ir import Program
+from roam.program.passes import with_state, with_used_state
 from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Effort, Options
@@ -167,7 +168,7 @@ class Ranges:
                 logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
             return step
         for before in known:
-            if before.guards.failure() is not None:
+            if before.state_failure(call) is not None:
                 continue
             changes = before.arguments.changes(call)
             dims = _dims(before, changes)
@@ -458,7 +459,7 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
     for one, other in both:
         for mine, its in ((one.as_written, other.as_written), (one.program, other.program)):
             expected = its if earlier is None else at(its, earlier.captured())
-            if any(_elsewhere(mine)) or not _is_same(at(mine, of_before), expected):
+            if any(_elsewhere(mine)) or not _is_again(expected, at(mine, of_before)):
                 return False
     return bool(both)
 
@@ -632,6 +633,17 @@ def _elsewhere(program: Program) -> Iterator[Expression]:
     for left in program.of(Rebind):
         if (meta := program.slots[left.slot]) is not None:
             yield from expressions_in(meta.shape)
+
+
+def _is_again(before: Program, later: Program) -> bool:
+    """Whether a program is an earlier one, perhaps with state that the earlier one made, or that
+    neither uses.
+    """
+    if _is_same(later, before):
+        return True
+    later = with_used_state(later)
+    expected = with_state(with_used_state(before), later)
+    return expected is not None and _is_same(later, expected)
 
 
 def _is_same(one: Program, other: Program) -> bool:
