@@ -816,6 +816,103 @@ def test_a_step_that_writes_to_parts_of_a_tensor_has_a_plan_for_each_size() -> N
     assert all(sizes is None for sizes in sizes_of(function))
 
 
+class Packed(nn.Module):
+    """Attends within each of the texts that follow one another in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(50, 16), nn.Linear(16, 48)
+        self.out = nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        places = torch.arange(longest)
+        mask = places < (ends[1:] - ends[:-1])[:, None]
+        index = (ends[:-1, None] + places).clamp(max=ids.shape[0] - 1)
+        q, k, v = self.project(self.embed(ids))[index].chunk(3, -1)
+        x = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        scores: torch.Tensor = self.out(x * mask[..., None])
+        return scores
+
+
+def by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    return net(batch["ids"], batch["ends"], batch["longest"]).square().mean()
+
+
+def by_longest_itself(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"] // 8)]
+    return by_longest(net, batch) + sum(losses)
+
+
+def by_longest_if_even(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    loss = by_longest(net, batch)
+    return loss * 2 if batch["longest"] % 2 else loss / batch["longest"]
+
+
+def not_by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    return net.out(net.embed(batch["ids"])).square().mean() / batch["longest"]
+
+
+TEXTS = [(16, 3, 11), (11, 4, 9), (14, 20, 6), (20, 9, 9), (12, 12, 12), (7, 9, 8), (18, 3, 3)]
+OF_ONE_TOTAL = [(16, 4, 10), (11, 9, 10), (14, 12, 4), (20, 5, 5), (12, 9, 9), (25, 3, 2)]
+
+
+class TestNumbers:
+    """Whole numbers among the arguments that say how long texts are."""
+
+    def run(self, loss_of: Callable[..., Any], texts: list[tuple[int, ...]], **options: Any) -> Any:
+        outcomes, step = [], None
+        for is_planned in (False, True):
+            torch.manual_seed(0)
+            net = Packed()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+            def train(batch: Any, net: Any = net, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            function: Any = train
+            if is_planned:
+                function = step = roam.compile(train, **options)
+            losses = [
+                function(
+                    {
+                        "ids": ids_of(sum(lengths)),
+                        "ends": torch.tensor([0, *lengths]).cumsum(0),
+                        "longest": max(lengths),
+                    }
+                )
+                for lengths in texts
+            ]
+            outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+        assert_same_bits(*outcomes)
+        return step
+
+    def test_one_plan_holds_for_all(self) -> None:
+        step = self.run(by_longest, TEXTS, python="idle")
+        assert len(step._captures) == 2
+        assert "args[0]['longest'] 2.." in str(step.kept())
+
+    def test_they_may_change_alone(self) -> None:
+        """The second value shows that it changes, and the third what it follows from."""
+        assert len(self.run(by_longest, OF_ONE_TOTAL, python="idle")._captures) == 3
+
+    def test_a_condition_splits_the_range(self) -> None:
+        assert len(self.run(by_longest_if_even, TEXTS, python="idle")._captures) == 3
+
+    def test_one_of_which_only_its_value_is_used_makes_no_range(self) -> None:
+        step = self.run(not_by_longest, TEXTS, python="idle")
+        assert len(step._captures) == 2
+        (sizes,) = (sizes for sizes in sizes_of(step) if sizes is not None)
+        assert len(sizes.symbols.names) == 1
+
+    @pytest.mark.auto
+    def test_one_whose_value_python_needs_makes_the_step_run_beside_plans(self) -> None:
+        assert self.run(by_longest_itself, TEXTS).runs_beside
+
+
 class TestGiven:
     def test_one_plan_from_the_first_call_on(self) -> None:
         step = run_both(lengths(9, 5, 24, 7, 24), sizes={"args[0]": {1: 24}})

@@ -10,7 +10,7 @@ meets a size for the first time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -73,11 +73,19 @@ class SizedKernels:
         symbols: the symbols.
         arguments: by identity, the tensors among the step's arguments that lie as symbols say: the
             tensor, and how it lies.
+        numbers: by their places among the flattened arguments, whole numbers that follow from
+            symbols.
     """
 
-    def __init__(self, symbols: Symbols, arguments: dict[int, tuple[torch.Tensor, Layout]]) -> None:
+    def __init__(
+        self,
+        symbols: Symbols,
+        arguments: dict[int, tuple[torch.Tensor, Layout]],
+        numbers: Mapping[int, Expression],
+    ) -> None:
         self.symbols = symbols
         self._arguments = arguments
+        self.numbers = {place: _symbolic(number) for place, number in numbers.items()}
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Those of arguments' fakes, by the storages of their twins."""
         self._results: dict[Any, _Results] = {}
