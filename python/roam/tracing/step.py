@@ -35,6 +35,7 @@ from roam.program.passes import (
     renumbered,
     with_numbers,
     with_state,
+    with_used_state,
 )
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
@@ -154,21 +155,21 @@ class CapturedStep:
     compiled: UsedCode
 
     def failure(self, call: StepCall) -> Misfit | None:
-        """None if a call finds everything as capture did, else what changed; what the step sets
-        itself need not be set yet.
-        """
+        """None if a call finds everything as capture did, else what changed."""
+        return self.state_failure(call) or self.arguments.failure(call) or self.compiled.failure()
+
+    def state_failure(self, call: StepCall) -> Misfit | None:
+        """The same for the state alone; what the step sets itself need not be set yet."""
         pending = [setting for setting in self.settings if setting.is_pending()]
         if pending and len(pending) < len(self.settings):
             # What the step does where some are set has not been traced.
             return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
         if pending:
             with applied(pending):
-                failure = self.guards.failure()
-        else:
-            if self.guards not in call.asked:
-                call.asked[self.guards] = self.guards.failure()
-            failure = call.asked[self.guards]
-        return failure or self.arguments.failure(call) or self.compiled.failure()
+                return self.guards.failure()
+        if self.guards not in call.asked:
+            call.asked[self.guards] = self.guards.failure()
+        return call.asked[self.guards]
 
 
 @dataclass(slots=True)
@@ -239,11 +240,17 @@ class Known:
 
     def has_agreed(self, program: Program) -> bool:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
-        others.
+        others, with the same state or other state that it does not use.
         """
         if self.programs and next(expressions_of(program), None) is not None:
             program = replaced_in(program, plain_number)
-        return any(is_resized(known, program) for known in reversed(self.programs))
+        if any(is_resized(known, program) for known in reversed(self.programs)):
+            return True
+        alike = [known for known in self.programs if len(known.calls) == len(program.calls)]
+        if not alike:
+            return False
+        program = with_used_state(program)
+        return any(is_resized(with_used_state(known), program) for known in reversed(alike))
 
     def add(self, program: Program) -> None:
         """Notes a program on which two traces agree. A copy of it is kept, since settling gradients
@@ -995,7 +1002,7 @@ class _Tracer:
                 if (
                     only_first
                     or program.unsettled is not None
-                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
+                    or self.call.known.has_agreed(program)
                 ):
                     return programs
                 if len(programs) == 2 and self._is_first_of(*programs):
