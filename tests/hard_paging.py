@@ -101,12 +101,13 @@ def resume(made: Made, path: Path) -> None:
     map would count as memory of the process.
     """
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        states = torch.load(path, mmap=True)
+        *states, random_state = torch.load(path, mmap=True)
     states = pytree.tree_map_only(
         torch.Tensor, lambda one: one if one.nbytes > 2**20 else one.clone(), states
     )
     for one, state in zip(made, states, strict=True):
         one.load_state_dict(state)
+    torch.set_rng_state(random_state.clone())  # of dropout
 
 
 def limit(name: str, budget_bytes: int) -> None:
@@ -135,7 +136,7 @@ def main(how: str, name: str, folder: str, first: str, last: str, *limited: str)
     if int(first):
         resume(made, checkpoint)
     found: dict[str, Any] = {"losses": trained(step, made, range(int(first), int(last)))}
-    torch.save([one.state_dict() for one in made], checkpoint)
+    torch.save([*(one.state_dict() for one in made), torch.get_rng_state()], checkpoint)
     digest = hashlib.sha256()
     for one in tensors(made):
         digest.update(one.detach().numpy().data)
