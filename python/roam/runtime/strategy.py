@@ -43,7 +43,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Part, Tiled, candidates, tiled, with_new_sums
+from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -95,7 +95,7 @@ _MOST_TRIES = 4
 left."""
 _SPARE = 64
 """The first part of a limit that is left free if copies beside the step have no room."""
-_PARTS = (2, 4, 8, 16, 32, 64)
+_PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 4
 """How many sizes of tensors are tried as the least that never exist whole."""
@@ -620,7 +620,7 @@ class _Chooser:
         found.
         """
         device = self._variant.device
-        program = with_new_sums(merged(self._variant.program))
+        program = out_of_place(merged(self._variant.program))
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
