@@ -516,8 +516,21 @@ class _Tiling:
         made = [slot for slot in call.outputs if slot is not None]
         if not made:
             raise blame
+        if call.target in FILLED:  # it reads a shape
+            self._fill(index, call, blame)
+            return
         for slot in made:
             self.members.append(self._cheapest(index, slot))
+
+    def _fill(self, index: int, call: Call, blame: Uncut) -> None:
+        """Lets a call make a tensor of one value without another one's shape."""
+        meta = self.slots[call.outputs[0]]  # type: ignore[index]
+        assert meta is not None
+        if meta.stride != contiguous(meta.shape):
+            raise blame
+        args, kwargs = _filling(call, meta, list(meta.shape))
+        new = replace(call, target=FILLED[call.target], args=args, kwargs=kwargs)
+        self.added.setdefault(index, []).append(new)
 
     def _needs_whole(self, ref: Ref) -> None:
         if self.is_gone(ref.slot):
@@ -597,8 +610,8 @@ class _Tiling:
         if best is None:
             if blame is None:
                 call = self.program.calls[index]
-                read = next(one for one in call.refs() if self.is_gone(one))
-                blame = Uncut(self.program.storage_of(read))
+                read = next((one for one in call.refs() if self.is_gone(one)), None)
+                blame = Uncut() if read is None else Uncut(self.program.storage_of(read))
             raise blame
         # What it needs beside is noted now.
         best[1].made(Builder(self, best[1].size, index))
@@ -619,10 +632,8 @@ class _Tiling:
     ) -> int:
         """A new tensor of the program."""
         dtype = dtype or like.dtype
-        stride = [1] * len(shape)
-        for place in range(len(shape) - 2, -1, -1):
-            stride[place] = stride[place + 1] * shape[place + 1]
-        meta = TensorMeta(tuple(shape), tuple(stride), 0, dtype, like.device, len(self.storages))
+        stride = contiguous(shape)
+        meta = TensorMeta(tuple(shape), stride, 0, dtype, like.device, len(self.storages))
         self.storages.append(Storage(math.prod(shape) * dtype.itemsize, 0, name))
         self.slots.append(meta)
         return len(self.slots) - 1
@@ -775,7 +786,7 @@ class _Tiling:
         for position, builder, members in groups:
             members.sort(key=lambda member: member.changes)
             numbers = [member.made(builder) for member in members]
-            if not self._holds(builder, position, members):
+            if not builder.given() or not self._holds(builder, position, members):
                 raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
             body, parts = builder.body(numbers, members)
             of = [program.calls[member.position] for member in reversed(members)]
@@ -1251,6 +1262,14 @@ def _size(meta: TensorMeta, cut: Cut) -> int:
     return math.prod(meta.shape[cut[0] : cut[1] + 1])
 
 
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose rows lie one behind the other."""
+    stride = [1] * len(shape)
+    for place in range(len(shape) - 2, -1, -1):
+        stride[place] = stride[place + 1] * shape[place + 1]
+    return tuple(stride)
+
+
 def _cuts(meta: TensorMeta) -> list[Cut]:
     """The ways to cut a tensor: along each dimension, or along its first ones taken as one."""
     dims = len(meta.shape)
@@ -1355,8 +1374,7 @@ def _pointwise_of(builder: Builder, call: Call, slot: int, cut: Cut) -> int:
 
 for _target in (
     aten._to_copy.default, aten.clone.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
-    aten.softplus_backward.default, aten.hardtanh_backward.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.full_like.default,
+    aten.softplus_backward.default, aten.hardtanh_backward.default,
 ):  # fmt: skip
     RULES[_target] = _pointwise
 
@@ -1679,20 +1697,31 @@ def _largest(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit_all(call, cut, args)[place]
 
 
-@_rule(
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default,
-)  # fmt: skip
+FILLED = {
+    aten.zeros.default: aten.zeros.default,
+    aten.ones.default: aten.ones.default,
+    aten.full.default: aten.full.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+}
+"""What fills a tensor with one value, and what does so without another tensor."""
+
+
+def _filling(call: Call, out: TensorMeta, shape: list[Any]) -> tuple[tuple[Any, ...], Any]:
+    """The arguments that fill a tensor of a shape as a call does."""
+    value = call.args[-1:] if FILLED[call.target] is aten.full.default else ()
+    return (shape, *value), {"dtype": out.dtype, "device": out.device}
+
+
+@_rule(*FILLED)
 def _filled(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    kinds = {"dtype": out.dtype, "device": out.device}
-    target = {
-        aten.new_zeros.default: aten.zeros.default,
-        aten.new_ones.default: aten.ones.default,
-        aten.new_full.default: aten.full.default,
-    }.get(call.target, call.target)
-    value = call.args[-1:] if target is aten.full.default else ()
-    return builder.emit(target, (_shape(out, cut), *value), kinds)
+    args, kwargs = _filling(call, out, _shape(out, cut))
+    return builder.emit(FILLED[call.target], args, kwargs)
 
 
 @_rule(aten.scatter_add.default)
@@ -1723,8 +1752,9 @@ def _within(builder: Builder, number: int, size: int, *, is_signed: bool = False
 def _is_zero(tiling: _Tiling, slot: int) -> bool:
     """Whether a tensor is made of zeros whose sign is positive."""
     index = tiling.makers.get(slot)
-    zeros = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
-    return index is not None and tiling.program.calls[index].target in zeros
+    if index is None:
+        return False
+    return FILLED.get(tiling.program.calls[index].target) is aten.zeros.default
 
 
 def _lacks(shape: Sequence[int], indices: Sequence[int], dim: int) -> bool:
