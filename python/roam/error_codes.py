@@ -94,7 +94,7 @@ MEANINGS: Final[dict[str, dict[str, str]]] = {
         "trainer_log": "`self.log` got a metric that is no part of the module, or is called again later. Log its value.",
         "trainer_precision": "Another Lightning precision than `32-true`, `bf16-mixed`, or `16-mixed`.",
         "uninitialized_parameter": "A lazy module has not seen a batch. Run the model on one before.",
-        "unknown_number": "The step calculates with a number known only after it (the next rate), or mixes setting a rate with `scheduler.step()`. Return the number, or move one of them out.",
+        "unknown_number": "The step asks for a rate or counter after `scheduler.step()`, or changes what that depends on. Call it outside, or read before it.",
         "unknown_state": 'It depends on a number that the first step makes. Call the compiled step, or capture with `step="first"`.',
         "unknown_tensor": "Capture could not find a tensor, or another thread made it. Pass it as an argument.",
         "unsettled": 'The second call depends on the first. Call the compiled step, or capture with `step="first"`.',

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -243,19 +243,6 @@ def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     tensor.data = data
 
 
-class LateNumber(NamedTuple):
-    """A number of a scheduler's or its optimizer's that a scheduler's `step` changes, and that the
-    step returns afterwards.
-
-    Attributes:
-        reference: where it is.
-        calls: how many of the program's schedulers have been stepped when it is read.
-    """
-
-    reference: Any
-    calls: int
-
-
 @dataclass(frozen=True, slots=True)
 class ComputedGuard:
     """A computed guard: its outcome decides what the step does, and depends on values from before
@@ -357,8 +344,6 @@ class Result:
         spec: the structure in which they are, of a `Left`.
         histories: per leaf, how autograd sees it.
         joined: by the place of a leaf, the distributed tensor that it becomes.
-        late: by their place among the leaves, numbers that schedulers give when they have been
-            stepped.
         growing: (path, list) of lists of the step's state to which it adds, in the order of
             `Left.added`.
         messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
@@ -369,7 +354,6 @@ class Result:
     spec: Any = None
     histories: list[History] = field(default_factory=list)
     joined: dict[int, Joined] = field(default_factory=dict)
-    late: list[tuple[int, LateNumber]] = field(default_factory=list)
     growing: list[tuple[str, Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 

@@ -485,26 +485,15 @@ class Runner:
                 for (place, effect), what in effects:
                     if effect.stage < AFTERWARDS:
                         effect.apply(ending, given[place], what)
-            self._read_late(result, 0)
-            schedulers = 0
             for (place, effect), what in effects:
                 if effect.stage == AFTERWARDS:
                     effect.apply(ending, given[place], what)
-                    schedulers += isinstance(effect, StepScheduler)
-                    self._read_late(result, schedulers)
             left: Left = pytree.tree_unflatten(result, program.result.spec)
-            lists = [id(result[place]) for place, _ in program.result.late]
             growing = [container for _, container in program.result.growing]
-            returned = leave_arguments(left, (call.args, call.kwargs), lists, growing)
+            returned = leave_arguments(left, (call.args, call.kwargs), growing)
         if self._runs_once and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
-
-    def _read_late(self, result: list[Any], calls: int) -> None:
-        """Puts the numbers into the result that are there once so many schedulers are stepped."""
-        for place, number in self._program.result.late:
-            if number.calls == calls:
-                result[place] = number.reference.get()
 
     def _skipped(self, given: list[Any]) -> set[int]:
         """Identities of the optimizers of which every step was left out."""

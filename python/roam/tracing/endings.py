@@ -22,7 +22,6 @@ from roam.program.effects import (
     Rebind,
     SetFlag,
     SetPlain,
-    StepScheduler,
 )
 from roam.program.ir import History, Program, Ref
 from roam.state.changed_arguments import Left
@@ -67,7 +66,7 @@ from roam.tracing.fakes.gradient_history import give_history
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
-from roam.tracing.stand_ins.schedulers import TWO_WAYS, may_change
+from roam.tracing.stand_ins.schedulers import check_schedulers
 
 OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
 """What to do about state that a plan cannot change."""
@@ -250,6 +249,7 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
+    check_schedulers(fake_state, recorder.program)
 
 
 def _removed(reference: StateReference) -> CaptureError:
@@ -361,8 +361,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     parts = with_made_opened(
         result,
         lambda value: id(value) in known,
-        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
-        recorder.late_lists,
+        lambda value: recorder.slot_of(value) is not None,
         apart,
     )
     made = recorder.program.result
@@ -376,9 +375,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
                 made.joined[len(references) - 1] = joined
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
-        elif (late := recorder.late(leaf)) is not None:
-            made.late.append((len(references), late))
-            references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif (size := recorded_number(leaf)) is not None:
@@ -686,8 +682,6 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
         rate = reference.get()
         if recorder.is_as_given(reference) or recorder.is_unknown(rate):
             continue
-        if any(may_change(one.scheduler, reference) for one in program.of(StepScheduler)):
-            raise CaptureError(f"{reference.path}: {TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.effects.append(Rebind(reference, slot))
         elif issubclass(type(rate), (float, int)) and type(rate) is not bool:

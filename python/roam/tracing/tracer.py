@@ -278,7 +278,7 @@ def _left(
         added = fake_state.growing.added()
         if messages := recorder.messages.all:
             added.append(messages)
-        left = containers.left(result, recorder.late_lists, added)
+        left = containers.left(result, added)
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
     if left is None or not is_restored or (left.changes and fake_state.taker.opened):

@@ -19,11 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 from roam.errors import CaptureError
 from roam.own_code import is_own_file
 from roam.program.checks import check, holds
-from roam.program.effects import StepScheduler
 from roam.program.ir import (
     Call,
     ComputedGuard,
-    LateNumber,
     Program,
     Ref,
     Source,
@@ -205,25 +203,9 @@ class Values(Slots):
             and self._given[node.slot][0] is reference
         )
 
-    def unknown(self, origin: str, reference: Any, *, is_integer: bool = False) -> Any:
-        """A number that cannot be known during the step. It may be returned: a reference says where
-        a run finds it, once the schedulers that have been stepped so far are stepped. Any other use
-        of it is refused; without a reference, that is refused too.
-        """
-        node = LiveNode(cast(TraceContext, self), UNKNOWN, is_integer, origin)
-        number = node.number()
-        if reference is not None:
-            self._late[id(number)] = (
-                number,
-                LateNumber(reference, len(self.program.of(StepScheduler))),
-            )
-        return number
-
-    def note_late(self, numbers: list[Any], origin: str, reference: Any) -> None:
-        """Notes a list that the step may return as it is: a reference says where a run finds it,
-        once the schedulers that have been stepped so far are stepped.
-        """
-        self.late_lists[id(numbers)] = numbers, self.unknown(origin, reference)
+    def unknown(self, origin: str) -> Any:
+        """A number that cannot be known during the step; any use of it is refused."""
+        return LiveNode(cast(TraceContext, self), UNKNOWN, False, origin).number()
 
     def text(self, number: Any, asks: str, form: str = "") -> str | None:
         """A mark in the place of a number's text, if only a message shows the text; None if not."""
