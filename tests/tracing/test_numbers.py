@@ -242,7 +242,7 @@ def sums_of_numpys(my, x, y):
     my.loss = np.float64(0.9) * my.loss + np.sqrt(loss.item())
     my.is_high, my.is_low = my.loss > 1e9, loss.item() < np.float64(-1e9)
     tensors = torch.tensor(my.loss), torch.tensor([1.0, my.loss]), loss.detach() * my.loss
-    plain = float(np.sqrt(my.loss)), round(my.loss), torch.tensor(float(my.loss))
+    plain = round(my.loss), torch.tensor(np.sqrt(my.loss))
     return loss, my.loss, my.is_high, my.is_low, tensors, plain
 
 

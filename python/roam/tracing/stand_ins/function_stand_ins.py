@@ -20,7 +20,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
+from roam.torch_compat.patches import STREAMS, Replacement, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -36,8 +36,6 @@ from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.fake_kernels.cache import tensors_in
 from roam.tracing.fakes.fake_identity import is_parameter
 from roam.tracing.fakes.gradient_history import watched_engine
-from roam.tracing.numbers.copied_generators import CopiedGenerators
-from roam.tracing.numbers.number_conversions import conversions, only_calling
 from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
 from roam.tracing.recording import composite_gradients, composite_spectra, custom_ops, multi_tensor
@@ -210,6 +208,17 @@ def stand_ins_placed(
             )
         tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
 
+    plain_reconstruct = copy._reconstruct  # type: ignore[attr-defined]
+
+    def reconstruct(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(value is source for _, source in fake_state.reach.random_sources):
+            recorder.refuse(
+                "the step copies a random generator, whose state may be another one at the next call; draw outside of the step, "
+                "and pass the numbers to it",
+                code="moved",
+            )
+        return plain_reconstruct(value, *args, **kwargs)
+
     replacements: list[Replacement] = [(FakeTensor, "data", _data(recorder))]
 
     def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -292,9 +301,7 @@ def stand_ins_placed(
             replace(transformers, "is_fake_tensor", lambda _: False)
         for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
             replace(holder, name, stand_in)
-        copies = CopiedGenerators(source for _, source in fake_state.reach.random_sources)
-        make = copy._reconstruct  # type: ignore[attr-defined]
-        replace(copy, "_reconstruct", copies.stand_in(make))
+        replace(copy, "_reconstruct", reconstruct)
         for holder, name, stand_in in recorder.messages.stand_ins():
             replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
@@ -307,14 +314,9 @@ def stand_ins_placed(
         stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
-        for name, stand_in in conversions(recorder).items():
-            function = _in_trace(recorder, getattr(builtins, name), stand_in)
-            calling = only_calling(tables, fake_state.reach.code, name)
-            stack.enter_context(globals_added(calling, name, function))
         stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
-        copies.check(recorder.refuse)
 
 
 def _in_trace(
