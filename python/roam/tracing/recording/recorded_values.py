@@ -211,12 +211,6 @@ class Values(Slots):
         """A mark in the place of a number's text, if only a message shows the text; None if not."""
         return self.messages.text(number, asks, form)
 
-    def number_in_text(self, number: Any, kind: type) -> Any:
-        """A plain number in the place of one of which the operator ``%`` makes a text, if only a
-        message shows the text; None if not.
-        """
-        return self.messages.number(number, kind)
-
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
         phase, source = self.frames.here()
