@@ -118,8 +118,6 @@ class Call:
     """Whether all that it can do is to raise an error. Later calls that change what is there before
     the step wait for it.
     """
-    is_branch: bool = False
-    """Whether it is a check of an answer to which the step's code goes on either way."""
     state: int | None = None
     """Slot of the state in which its generator is when it draws random numbers; None if nobody
     has read it."""
@@ -217,7 +215,7 @@ class Call:
             self.target, substitute(self.args, new) if used else self.args,
             substitute(self.kwargs, new) if self.kwargs and used else self.kwargs, outputs, self.returns_sequence, self.phase,
             self.source, tuple([name(slot) for slot in self.mutates]), self.random,
-            None if self.skip_if is None else name(self.skip_if), self.is_check, self.is_branch,
+            None if self.skip_if is None else name(self.skip_if), self.is_check,
             None if self.state is None else name(self.state),
         )  # fmt: skip
         return self._known_renamed
@@ -416,13 +414,6 @@ class Program:
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a
     run can tell."""
-
-    @property
-    def answers(self) -> tuple[bool, ...]:
-        """The outcomes of branches that the program assumes, in the order in which the step's code
-        asks for them.
-        """
-        return tuple(call.args[1] for call in self.calls if call.is_branch)
 
     def of(self, kind: type[E]) -> list[E]:
         """The effects of a class, in their order."""

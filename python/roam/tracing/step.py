@@ -69,7 +69,6 @@ from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
 from roam.tracing.fake_kernels.tensors import marked_fakes
 from roam.tracing.fakes.imports import clear_fakes
-from roam.tracing.numbers.branch_answers import Answers
 from roam.tracing.numbers.rng import watched
 from roam.tracing.numbers.scalar_guards import CHANCE
 from roam.tracing.stand_ins.fake_state import FakeState, refuse
@@ -192,7 +191,6 @@ class Known:
             equal.
         settling: at how many calls in a row the user's function has run in a plan's place, because
             it may still set something up.
-        passing: the answers with which PyTorch's own checks pass (`Answers`).
     """
 
     policies: Policies = field(default_factory=Policies)
@@ -200,7 +198,6 @@ class Known:
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
     settling: int = 0
-    passing: dict[Any, bool] = field(default_factory=dict)
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
     layouts: dict[Any, Any] = field(default_factory=dict)
@@ -317,9 +314,6 @@ def capture(
 
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
-        If the step branches on values that it computes, operators that change something wait for
-        the outcomes. Numbers are assumed to be finite and all other conditions to be false, and the
-        graph's notes say so.
 
     Raises:
         CaptureError: the step cannot be captured exactly; the error names the operator and the
@@ -373,7 +367,6 @@ def capture_step(
     keep_grads: bool = False,
     known: Known | None = None,
     asks_kernels: bool = False,
-    answers: Answers | None = None,
     sized: SizedKernels | None = None,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
@@ -384,7 +377,6 @@ def capture_step(
         known: what earlier captures of the same step found; what this one finds is added.
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
             results lie in memory.
-        answers: what to take for granted at branches, where the step's code goes on either way.
         sized: makes what follows from the symbols of sizes; None if all sizes are those of the
             call.
     """
@@ -403,9 +395,7 @@ def capture_step(
             )
         known = Known() if known is None else known
         known.regions.start()
-        answers = Answers() if answers is None else answers
-        answers.passing = known.passing
-        call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized)
+        call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, sized)
         are_left: Callable[[], bool] | None = None
         trusted = known.exchanged()
         known.climb(Policy.FORM, trusted)
@@ -430,9 +420,6 @@ def capture_step(
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
-                        if error.blames_answer:
-                            call.settled = None
-                            continue
                         grown = known.policies.places(Policy.APPENDED)
                         if trusted or (doubted is None and grown):
                             # Maybe only because of what these policies put in the lists' places.
@@ -464,7 +451,7 @@ class _Call:
     """A call that is captured, and what its traces have found so far.
 
     Attributes:
-        train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized: as of
+        train_step, args, kwargs, keep_grads, known, asks_kernels, sized: as of
             `capture_step`.
         reads: what is known of the attributes that the step looks at.
         lacking: paths of the gradients that are not there if an earlier plan has freed them.
@@ -477,7 +464,6 @@ class _Call:
     keep_grads: bool
     known: Known
     asks_kernels: bool
-    answers: Answers
     sized: SizedKernels | None
     reads: Reads = field(default_factory=Reads)
     lacking: set[str] = field(default_factory=set)
@@ -505,7 +491,7 @@ class _Call:
 
 def _captured(call: _Call) -> CapturedStep:
     args, kwargs, known, reads = call.args, call.kwargs, call.known, call.reads
-    settled, answers, taker = call.settled, call.answers, call.known.taker
+    settled, taker = call.settled, call.known.taker
     taken = taker.take(args, kwargs)
     reach = call.reached(taken)
     is_changed = set_up([module for _, module in reach.modules])
@@ -606,7 +592,7 @@ def _captured(call: _Call) -> CapturedStep:
     settings = [] if settled is None else _lasting_settings(settled, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
-        first_step = _first(first, name, guards, answers)
+        first_step = _first(first, name, guards)
         return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
     if steady is not first and call.sized is None:
         known.add(steady)
@@ -620,11 +606,11 @@ def _captured(call: _Call) -> CapturedStep:
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
-        None if is_steady else _first(first, name, guards, answers),
+        None if is_steady else _first(first, name, guards),
         Variant(
             checks_first(steady),
             name,
-            notes_on(steady, guards, guessed=answers.guessed),
+            notes_on(steady, guards),
             as_written=steady,
         ),
         guards,
@@ -701,9 +687,9 @@ def _numbers(reach: Reach, changing: Collection[str]) -> list[tuple[str, int]]:
     ]
 
 
-def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
+def _first(program: Program, name: str, guards: Guards) -> Variant:
     program = prune(program)
-    notes = notes_on(program, guards, guessed=answers.guessed)
+    notes = notes_on(program, guards)
     return Variant(
         checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True
     )
@@ -898,7 +884,6 @@ class _Tracer:
             asks_kernels=self.call.asks_kernels,
             remembered=self.call.known.kernels,
             reliance=self.reliance,
-            answers=self.call.answers,
             regions=self.call.known.regions,
             layouts=self.call.known.layouts,
             integers=self.integers,

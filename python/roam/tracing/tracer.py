@@ -111,7 +111,7 @@ def trace(
         watch,
         fake_state.number_of,
         fake_state.results,
-        fake_state.answers.replay(_run.__code__),
+        True,
         fake_state.sized,
     )
     before = Before.of(fake_state)
@@ -191,8 +191,6 @@ def trace(
             except CaptureError as error:
                 fake_state.regions.check_failure()
                 recorder.messages.check(error)
-                if error.code == "step_raised" and not error.settles:
-                    error.blames_answer = recorder.blames_answer()
                 raise
             recorder.messages.check()
             fake_state.reliance.levels |= recorder.messages.levels

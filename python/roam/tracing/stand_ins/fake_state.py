@@ -75,7 +75,6 @@ from roam.tracing.fakes.fake_identity import Identities
 from roam.tracing.fakes.fake_mode import mode_of
 from roam.tracing.fakes.gradient_history import Refuse, is_ended, with_history
 from roam.tracing.fakes.own_classes import is_own_class
-from roam.tracing.numbers.branch_answers import Answers
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.growing_lists import GrowingLists
 
@@ -104,7 +103,6 @@ class FakeState:
         asks_kernels: bool = False,
         remembered: Remembered | None = None,
         reliance: Reliance | None = None,
-        answers: Answers | None = None,
         regions: Regions | None = None,
         layouts: dict[Any, Any] | None = None,
         integers: Collection[int] = (),
@@ -121,7 +119,6 @@ class FakeState:
                 step is of real tensors.
             remembered: what kernels made of fake tensors before.
             reliance: gets what the step relies on without holding it.
-            answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
             layouts: how results of operators on distributed tensors are placed; see
                 `roam.tracing.distributed.dtensors.stand_ins`.
@@ -136,7 +133,6 @@ class FakeState:
         self.growing = GrowingLists(reach.growing, reach.code)
         self.layouts: dict[Any, Any] = {} if layouts is None else layouts
         self.regions = Regions() if regions is None else regions
-        self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
         self.policies = Policies() if policies is None else policies
         self.optimizers: list[torch.optim.Optimizer] = [
