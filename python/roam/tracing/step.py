@@ -22,7 +22,7 @@ from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
-from roam.program.effects import Rebind, rebound
+from roam.program.effects import rebound
 from roam.program.gradient_lifetime import settle_gradients, used_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
@@ -32,7 +32,6 @@ from roam.program.passes import (
     accumulate_in_place,
     assign_early,
     prune,
-    renumbered,
     with_numbers,
     with_state,
 )
@@ -43,7 +42,7 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
-from roam.state.equality import MISSING, Misfit, changed, show
+from roam.state.equality import MISSING, Misfit
 from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
@@ -53,18 +52,17 @@ from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
-    PlaceReference,
     number_references,
 )
 from roam.state.sizes import plain_number
-from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
+from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
 from roam.tracing.compiled.code import UsedCode
 from roam.tracing.compiled.regions import Regions
 from roam.tracing.compiled.repeated_blocks import compile_blocks
 from roam.tracing.cuda_estimate.absent import estimate_of
 from roam.tracing.distributed.fully_shard import set_up
-from roam.tracing.endings import OUTSIDE, check_no_leaf
+from roam.tracing.endings import OUTSIDE
 from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
 from roam.tracing.fake_kernels.tensors import marked_fakes
@@ -147,26 +145,13 @@ class CapturedStep:
     """None if it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
-    settings: list[Setting]
-    """Plain values that the step itself sets, to the same at every run; the guards expect them to
-    be set."""
     compiled: UsedCode
 
     def failure(self, call: StepCall) -> Misfit | None:
-        """None if a call finds everything as capture did, else what changed; what the step sets
-        itself need not be set yet.
-        """
-        pending = [setting for setting in self.settings if setting.is_pending()]
-        if pending and len(pending) < len(self.settings):
-            # What the step does where some are set has not been traced.
-            return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
-        if pending:
-            with applied(pending):
-                failure = self.guards.failure()
-        else:
-            if self.guards not in call.asked:
-                call.asked[self.guards] = self.guards.failure()
-            failure = call.asked[self.guards]
+        """None if a call finds everything as capture did, else what changed."""
+        if self.guards not in call.asked:
+            call.asked[self.guards] = self.guards.failure()
+        failure = call.asked[self.guards]
         return failure or self.arguments.failure(call) or self.compiled.failure()
 
 
@@ -261,31 +246,6 @@ class Known:
         found = next(alike, guards)
         self.guards.add(found)
         return found
-
-
-@dataclass(slots=True)
-class _Settled:
-    """Plain values that a step sets, maybe once and for all, as a model does when it finds out what
-    kind of labels it is given.
-
-    Attributes:
-        settings: these.
-        program: what the step does where they are not set yet.
-        refusal: to be raised if it does something else later.
-    """
-
-    settings: list[Setting]
-    program: Program
-    refusal: CaptureError
-
-    def after_trace(self) -> _Settled:
-        """The same, once the tensors that are replaced are back where a trace had fakes."""
-        return replace(self, settings=[setting.found() for setting in self.settings])
-
-    def refused(self) -> CaptureError:
-        """The refusal, of a step that may go on otherwise once it has run."""
-        self.refusal.settles = MOST_SETTLING
-        return self.refusal
 
 
 def capture(
@@ -405,18 +365,12 @@ def capture_step(
             with marked_fakes() as are_left:
                 while True:
                     try:
-                        # Captured as if all that settles were set: the first step does the same
-                        # then, and later ones set nothing new.
-                        with applied(call.settings):
-                            captured = _captured(call)
-                            doubted = None
-                            return captured
+                        captured = _captured(call)
+                        doubted = None
+                        return captured
                     except Retrace as found:
                         if found.first is not None:
-                            with applied(call.settings):
-                                found.first()
-                            continue
-                        call.settled = found.settled and found.settled.after_trace()
+                            found.first()
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
@@ -426,17 +380,13 @@ def capture_step(
                             if not trusted:
                                 doubted = known.policies.copy(), error
                             known.climb(Policy.FIXED, trusted or grown)
-                            trusted, call.settled = set(), None
+                            trusted = set()
                             continue
                         if doubted is not None and doubted[1].code != error.code:
                             doubted = None  # the lists stay fixed
                         elif doubted is not None and doubted[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
                             raise doubted[1] from None
-                        if call.settled is not None and error.code == "step_raised":
-                            # It was run with less than it leaves at once, as a table's length
-                            # without the table.
-                            raise call.settled.refused() from error
                         raise
         finally:
             if doubted is not None:
@@ -455,7 +405,6 @@ class _Call:
             `capture_step`.
         reads: what is known of the attributes that the step looks at.
         lacking: paths of the gradients that are not there if an earlier plan has freed them.
-        settled: what the step is supposed to have set once and for all.
     """
 
     train_step: Callable[..., Any]
@@ -467,12 +416,6 @@ class _Call:
     sized: SizedKernels | None
     reads: Reads = field(default_factory=Reads)
     lacking: set[str] = field(default_factory=set)
-    settled: _Settled | None = None
-
-    @property
-    def settings(self) -> list[Setting]:
-        """What the next trace supposes to be set."""
-        return [] if self.settled is None else self.settled.settings
 
     def reached(self, taken: Taken) -> Reach:
         """What the step can reach, with the arguments taken apart like this."""
@@ -491,7 +434,7 @@ class _Call:
 
 def _captured(call: _Call) -> CapturedStep:
     args, kwargs, known, reads = call.args, call.kwargs, call.known, call.reads
-    settled, taker = call.settled, call.known.taker
+    taker = call.known.taker
     taken = taker.take(args, kwargs)
     reach = call.reached(taken)
     is_changed = set_up([module for _, module in reach.modules])
@@ -528,8 +471,6 @@ def _captured(call: _Call) -> CapturedStep:
             # An argument whose very value Python needs cannot be live; it is guarded by value
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
-        if settled is not None and not _is_settled(settled, programs[0]):
-            raise settled.refused()  # the step that finds all of it set has just been traced
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
         if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
             programs[0], live_numbers=False
@@ -589,11 +530,10 @@ def _captured(call: _Call) -> CapturedStep:
     arguments = ArgGuard(args, kwargs, guards, live, received, taker)
     if integers:
         known.taker = replace(known.taker, live=frozenset({int}))
-    settings = [] if settled is None else _lasting_settings(settled, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards)
-        return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
+        return CapturedStep(first_step, None, guards, arguments, known.regions.used())
     if steady is not first and call.sized is None:
         known.add(steady)
     carried = {
@@ -615,7 +555,6 @@ def _captured(call: _Call) -> CapturedStep:
         ),
         guards,
         arguments,
-        settings,
         known.regions.used(),
     )
 
@@ -695,51 +634,28 @@ def _first(program: Program, name: str, guards: Guards) -> Variant:
     )
 
 
-def _lasting_settings(settled: _Settled, after: Program) -> list[Setting]:
-    """What the step sets once; without the tensors that it replaces each time."""
-    renewed = {reference.path for reference, _ in rebound(after)}
-    return [
-        setting
-        for setting in settled.settings
-        if not (setting.is_exchange and setting.path in renewed)
-    ]
-
-
-def _is_settled(settled: _Settled, after: Program) -> bool:
-    """Whether the step does the same once the values are set as it did before, except for setting
-    them.
-    """
-    tables = [
-        setting.path for setting in _lasting_settings(settled, after) if setting.slot is not None
-    ]
-    written = after.written()
-    if any(
-        ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
-    ):
-        return False  # what the trace has left there was written once, and would be again
-    before = with_state(settled.program, after, tables)
-    if before is None or not asks_the_same(before, after):
-        return False
-    return difference(renumbered(prune(before)), renumbered(after)) is None
-
-
-def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
+def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> CaptureError:
     """The refusal of a step that changes Python state.
 
     Args:
         moved: all that it changes.
         lasting: what it changes at later calls too. One of these is named if there is any, since
             the others are allowed.
+        may_settle: whether the step may change nothing once it has run.
     """
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
     remedy = (
         f"{CHANCE}; seed the generator outside of the step" if reason.endswith(DRAWN) else OUTSIDE
     )
-    return CaptureError(
+    if may_settle:
+        remedy += "; if the step sets this only once, call it once first"
+    error = CaptureError(
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
+    error.settles = MOST_SETTLING if may_settle else 0
+    return error
 
 
 _METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
@@ -933,20 +849,6 @@ class _Tracer:
                     raise Retrace
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
                 climbs = self._climbs(inside) if moved else {}
-                grown = climbs.get(Policy.APPENDED, ())
-                settings = (
-                    None
-                    if self.call.settled is not None or not moved or switches.moved()
-                    else inside.settings(fake_state.made, grown)
-                )
-                for setting in settings or ():
-                    if setting.slot is not None and not setting.is_exchange:
-                        path = setting.path
-                        check_no_leaf(setting.space.get(setting.key), path)
-                        reference = PlaceReference(
-                            setting.space, setting.key, path, "buffer", tied=False
-                        )
-                        program.effects.append(Rebind(reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
                 program = (
@@ -967,16 +869,10 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if moved:
-                    # What may be set once and for all is no number that changes each time.
-                    if settings is not None and not grown:
-                        refusal = _refusal(moved, [])
-                        raise Retrace(settled=_Settled(settings, programs[0], refusal))
                     if climbs:
-                        raise Retrace(climbs if settings is None else {Policy.APPENDED: grown})
+                        raise Retrace(climbs)
                     lasting = self._lasting(fake_state, args, kwargs)
-                    refusal = _refusal(moved, lasting)
-                    refusal.settles = 0 if switches.moved() or lasting else MOST_SETTLING
-                    raise refusal
+                    raise _refusal(moved, lasting, may_settle=not switches.moved() and not lasting)
                 if (
                     only_first
                     or program.unsettled is not None
