@@ -5,7 +5,8 @@ they were.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -715,6 +716,28 @@ def _absent(program: Program) -> set[str]:
 
 
 @dataclass(slots=True)
+class _Faked:
+    """What a tracer traces: the user's objects with fakes.
+
+    Attributes:
+        state, args, kwargs: the fakes, and the step's arguments with them.
+        inside: what the objects held before the first trace.
+        starts: which places shared tensors before each trace.
+    """
+
+    state: FakeState
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inside: Snapshot
+    switches: Switches
+    starts: list[list[int]] = field(default_factory=list)
+
+    def moved(self) -> list[str]:
+        """What traces have changed that they may not."""
+        return [*self.inside.moved(), *filter(None, [self.switches.moved()])]
+
+
+@dataclass(slots=True)
 class _Tracer:
     """Traces one call of the user's function, any number of times, each from the state in which it
     was found.
@@ -791,7 +814,69 @@ class _Tracer:
         only_first: bool,
         stirs: bool = False,
     ) -> list[Program]:
-        fake_state = FakeState(
+        programs: list[Program] = []
+        plain: Program | None = None
+        change: str | None = None
+        with self._faked() as faked:
+            if stirs:
+                faked.inside.stir()
+            tries_plain = live_arguments and not only_first and self.call.sized is None
+            while len(programs) < _MOST_TRACES:
+                # The trace that agrees also shows what the step does with plain arguments.
+                is_plain = tries_plain and len(programs) == 1
+                tries_plain = tries_plain and not programs
+                try:
+                    program = self._traced(faked, live_arguments and not is_plain, live_numbers)
+                except CaptureError as error:
+                    if not programs or not _needs_others(error, programs):
+                        raise
+                    programs[-1].unsettled = error
+                    return programs
+                has_moved = bool(faked.moved())
+                if is_plain and not has_moved:
+                    plain = program
+                    live = _with_live(plain, programs[0], faked.state.leaves)
+                    if asks_the_same(programs[0], live) and not self._unlike(programs[0], live):
+                        self.same_with_plain = True
+                        return [programs[0], live]
+                    faked.inside.stir()
+                    continue
+                programs.append(program)
+                if not live_numbers:
+                    return programs
+                if has_moved:
+                    raise self._followed(faked)
+                if (
+                    only_first
+                    or program.unsettled is not None
+                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
+                ):
+                    return programs
+                if len(programs) == 2 and (change := self._unlike(*programs)) is None:
+                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
+                    return programs
+                if len(programs) == 2 and plain is not None:
+                    live = _with_live(plain, programs[1], faked.state.leaves)
+                    if asks_the_same(programs[1], live) and not difference(programs[1], live):
+                        return programs
+                if len(programs) > 2 and (change := difference(*programs[-2:])) is None:
+                    return programs
+                faked.inside.stir()
+        refusal = CaptureError(
+            _resized(programs[0])
+            or f"the step did different things in two traces from the same state: {change}; let the "
+            "step depend on its arguments and state alone",
+            code="unstable",
+        )
+        if faked.starts[-1] == faked.starts[-2]:
+            raise refusal
+        programs[0].unsettled = _Unlike(refusal)
+        return programs[:1]
+
+    @contextmanager
+    def _faked(self) -> Iterator[_Faked]:
+        """A block in which the user's objects hold fakes."""
+        state = FakeState(
             self.reach,
             self.call.args,
             self.call.kwargs,
@@ -806,115 +891,75 @@ class _Tracer:
             lacking=self.call.lacking,
             sized=self.call.sized,
         )
-        reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
-        programs: list[Program] = []
-        plain: Program | None = None
-        change: str | None = None
-        starts: list[list[int]] = []
         try:
-            args, kwargs = fake_state.enter()
-            inside = Snapshot(self.reach, leaves_others=True)
-            if stirs:
-                inside.stir()
-            tries_plain = live_arguments and not only_first and self.call.sized is None
-            while len(programs) < _MOST_TRACES:
-                # The trace that agrees also shows what the step does with plain arguments.
-                is_plain = tries_plain and len(programs) == 1
-                tries_plain = tries_plain and not programs
-                self.call.known.traces += 1
-                starts.append(fake_state.sharing())
-                try:
-                    program = trace(
-                        fake_state,
-                        self.call.train_step,
-                        args,
-                        kwargs,
-                        live_arguments=live_arguments and not is_plain,
-                        live_numbers=live_numbers,
-                    )
-                except CaptureError as error:
-                    self._check_unread(fake_state, is_over=False)
-                    if not programs or not _needs_others(error, programs):
-                        raise
-                    programs[-1].unsettled = error
-                    return programs
-                self._check_unread(fake_state, is_over=True)
-                if self.call.sized is None:  # of equal numbers only some may follow from symbols
-                    self.call.known.share(program)
-                reads.check()
-                reads.add_functions(self.reliance.unreached(self.reach))
-                if self.reach.may_be_narrower():
-                    reads.narrow()
-                    raise Retrace
-                moved = [*inside.moved(), *filter(None, [switches.moved()])]
-                climbs = self._climbs(inside) if moved else {}
-                accumulate_in_place(program)
-                program = assign_early(program)
-                program = (
-                    self.call.known.pruned(program) if self.call.sized is None else prune(program)
-                )
-                if is_plain and not moved:
-                    plain = program
-                    program = _with_live(plain, programs[0], fake_state.leaves)
-                    if asks_the_same(programs[0], program) and (
-                        self._is_first_of(programs[0], program)
-                        or difference(programs[0], program) is None
-                    ):
-                        self.same_with_plain = True
-                        return [programs[0], program]
-                    inside.stir()
-                    continue
-                programs.append(program)
-                if not live_numbers:
-                    return programs
-                if moved:
-                    if climbs:
-                        raise Retrace(climbs)
-                    lasting = self._lasting(fake_state, args, kwargs)
-                    raise _refusal(moved, lasting, may_settle=not switches.moved() and not lasting)
-                if (
-                    only_first
-                    or program.unsettled is not None
-                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
-                ):
-                    return programs
-                if len(programs) == 2 and self._is_first_of(*programs):
-                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
-                    return programs
-                if len(programs) == 2 and plain is not None:
-                    program = _with_live(plain, programs[1], fake_state.leaves)
-                    if asks_the_same(programs[1], program) and not difference(programs[1], program):
-                        return programs
-                if len(programs) > 1:
-                    change = difference(programs[-2], programs[-1])
-                    if change is None:
-                        return programs
-                inside.stir()
+            args, kwargs = state.enter()
+            yield _Faked(state, args, kwargs, Snapshot(self.reach, leaves_others=True), switches)
         finally:
             switches.restore()
-            fake_state.growing.leave()
-            snapshot.restore(fake_state.fakes())
-            fake_state.leave()
-        refusal = CaptureError(
-            _resized(programs[0])
-            or f"the step did different things in two traces from the same state: {change}; let the "
-            "step depend on its arguments and state alone",
-            code="unstable",
-        )
-        if starts[-1] == starts[-2]:
-            raise refusal
-        programs[0].unsettled = _Unlike(refusal)
-        return programs[:1]
+            state.growing.leave()
+            snapshot.restore(state.fakes())
+            state.leave()
 
-    def _is_first_of(self, first: Program, later: Program) -> bool:
-        """Whether a later step is the first one again, except for the state that the first one
-        makes. Optimizers of others may keep what they know elsewhere.
+    def _traced(self, faked: _Faked, live_arguments: bool, live_numbers: bool) -> Program:
+        """One more trace, pruned.
+
+        Raises:
+            Retrace: the step looks at more than was known.
         """
-        if not _has_known_optimizers(self.reach):
-            return False
-        expected = with_state(first, later)
-        return expected is not None and difference(expected, later) is None
+        reads, known = self.reach.reads, self.call.known
+        known.traces += 1
+        faked.starts.append(faked.state.sharing())
+        try:
+            program = trace(
+                faked.state,
+                self.call.train_step,
+                faked.args,
+                faked.kwargs,
+                live_arguments=live_arguments,
+                live_numbers=live_numbers,
+            )
+        except CaptureError:
+            self._check_unread(faked.state, is_over=False)
+            raise
+        self._check_unread(faked.state, is_over=True)
+        if self.call.sized is None:  # of equal numbers only some may follow from symbols
+            known.share(program)
+        reads.check()
+        reads.add_functions(self.reliance.unreached(self.reach))
+        if self.reach.may_be_narrower():
+            reads.narrow()
+            raise Retrace
+        accumulate_in_place(program)
+        program = assign_early(program)
+        return known.pruned(program) if self.call.sized is None else prune(program)
+
+    def _followed(self, faked: _Faked) -> Exception:
+        """What to raise for changes of Python state: `Retrace` with the policies that follow them,
+        or else the refusal.
+        """
+        found = {
+            policy: self.call.known.policies.below(policy, paths)
+            for policy, paths in faked.inside.following().items()
+        }
+        climbs: dict[Policy, Collection[Any]] = {
+            policy: paths for policy, paths in found.items() if paths
+        }
+        if climbs:
+            return Retrace(climbs)
+        moved = faked.moved()
+        lasting = self._lasting(faked)
+        return _refusal(moved, lasting, may_settle=not faked.switches.moved() and not lasting)
+
+    def _unlike(self, first: Program, later: Program) -> str | None:
+        """None if a later trace is the same program, or the first one again but for the state that
+        the first one makes (optimizers of others may keep what they know elsewhere); else what
+        differs.
+        """
+        expected = with_state(first, later) if _has_known_optimizers(self.reach) else None
+        if expected is not None and difference(expected, later) is None:
+            return None
+        return difference(first, later)
 
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
@@ -929,19 +974,7 @@ class _Tracer:
         if read:
             raise Retrace({Policy.FIXED: read})
 
-    def _climbs(self, inside: Snapshot) -> dict[Policy, Collection[Any]]:
-        """The policies that would follow what the step has changed, each with the places that have
-        a lower one.
-        """
-        found = {
-            policy: self.call.known.policies.below(policy, paths)
-            for policy, paths in inside.following().items()
-        }
-        return {policy: paths for policy, paths in found.items() if paths}
-
-    def _lasting(
-        self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[str]:
+    def _lasting(self, faked: _Faked) -> list[str]:
         """What the step, run again on what the last trace has left, changes in Python state that no
         later capture could follow. That run makes no program, since the last trace has left fakes
         that the fake state does not know. If the run ends in an error, the answer is a guess: none,
@@ -950,7 +983,7 @@ class _Tracer:
         inside = Snapshot(self.reach, leaves_others=True)
         inside.stir()  # so that a generator that the step seeds each time is seen to move
         try:
-            trace(fake_state, self.call.train_step, args, kwargs, live_arguments=False)
+            trace(faked.state, self.call.train_step, faked.args, faked.kwargs, live_arguments=False)
         except Retrace as found:
             if not found.climbs:
                 raise

@@ -27,7 +27,7 @@ from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
-from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
+from roam.state.metadata import gradient_dtype, storage_of
 from roam.state.nests import containers_in, pattern_of
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Reach
@@ -447,10 +447,6 @@ class FakeState:
         """The tuples and frozen sets that the step can reach."""
         return [place.space for place in self.reach.places if isinstance(place.space, FrozenSpace)]
 
-    def signature(self) -> tuple[tuple[str, Any], ...]:
-        """What exists between steps now, with metadata: it tells a first step from a steady one."""
-        return tuple((reference.path, describe(reference.get())) for reference in self.references())
-
     def _fake(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
         if not issubclass(type(tensor), torch.Tensor):
@@ -802,18 +798,6 @@ def _is_exchanged(space: Space, reference: Any) -> bool:
     """Whether another weak reference can take the place of this one."""
     return (
         type(reference) is weakref.ref and space.takes_others and not isinstance(space, FrozenSpace)
-    )
-
-
-def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a plan depends on of a tensor that it does not own."""
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        layout_over_devices(tensor),
     )
 
 
