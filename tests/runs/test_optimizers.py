@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 import roam
+from newer import needs_2_15
 from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
@@ -428,6 +429,8 @@ class TestBranches:
         # plan more.
         assert self.plans(lambda model: Warm(model.parameters()))[-1] >= 3
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_a_weight_that_decides(self) -> None:
         class Trusting(torch.optim.SGD):
             @torch.no_grad()

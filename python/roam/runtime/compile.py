@@ -748,7 +748,7 @@ class Step:
         A call that no plan fits is not measured.
         """
         call = StepCall(args, kwargs)
-        runner = self._runner(call)
+        runner = None if self._runs_beside() else self._runner(call)
         if runner is None:
             return self._own(call)
         self._last = runner
