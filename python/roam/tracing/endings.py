@@ -44,7 +44,6 @@ from roam.state.references import (
     GradientReference,
     OptimizerReference,
     PlaceReference,
-    RateReference,
     StateReference,
     is_filled,
     optimizer_references,
@@ -150,7 +149,6 @@ class Before:
         placed: what each place holds, by the identity of its reference.
         elsewhere: optimizers' state that belongs to no parameter.
         rates: numbers of optimizers' groups, in the order of their references.
-        entries: further entries of optimizers' groups.
         renewed: lists and dictionaries that the step replaces.
         originals: the tensors, as autograd and Python see them.
         received: the arguments that are tensors.
@@ -164,7 +162,6 @@ class Before:
     placed: dict[int, Any]
     elsewhere: tuple[Any, ...]
     rates: list[Any]
-    entries: dict[RateReference, None]
     renewed: list[tuple[RenewedSpace, Any, Items]]
     originals: list[Original] = field(default_factory=list)
     received: Received = field(default_factory=list)
@@ -188,7 +185,6 @@ class Before:
             placed={id(reference): reference.get() for reference in fake_state.places},
             elsewhere=fake_state.state_elsewhere(),
             rates=[reference.get() for reference in fake_state.rates],
-            entries=fake_state.entries(),
             renewed=[
                 (space, space.now(), space.items())
                 for space in fake_state.tuples()
@@ -240,7 +236,6 @@ def record_endings(
     )
     _empty_endings(fake_state, recorder)
     _rate_endings(fake_state, recorder)
-    _entry_endings(fake_state, recorder, before.entries)
     _attribute_endings(fake_state, recorder, arguments, left)
     _number_endings(
         fake_state,
@@ -700,34 +695,6 @@ def _empty_endings(fake_state: FakeState, recorder: Recorder) -> None:
         if any(place is not None and not is_filled(entry) for place, entry in entries):
             known = [place for place, _ in entries if place is not None]
             recorder.program.effects.append(FillState(optimizer, known))
-
-
-def _entry_endings(
-    fake_state: FakeState, recorder: Recorder, before: dict[RateReference, None]
-) -> None:
-    """What the step adds to optimizers' groups, such as a step count of the whole group."""
-    program = recorder.program
-    for reference in [reference for reference in fake_state.entries() if reference not in before]:
-        value = reference.get()
-        if issubclass(type(value), torch.Tensor):
-            _rebind(recorder, reference, value)
-        elif (slot := recorder.slot_of(value)) is not None:
-            program.effects.append(Rebind(reference, slot))
-        elif is_plain(value):
-            program.effects.append(SetPlain(reference, value))
-        else:
-            raise CaptureError(
-                f"the step makes {reference.path}, a {type(value).__name__}, which a plan cannot make; "
-                "add groups (add_param_group) outside of the step, between two calls, and keep only numbers and tensors in them",
-                code="moved",
-            )
-        program.absent.append(reference)
-        program.effects.append(PutLast(reference))
-        program.unsettled = CaptureError(
-            f"the step makes {reference.path}, so the steady step can be captured only when the first has run; roam.compile does "
-            'so, and capture(step="first") captures the first',
-            code="unsettled",
-        )
 
 
 def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:

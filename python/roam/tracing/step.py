@@ -753,15 +753,11 @@ class _Tracer:
     """Whether one of the traces that agree had plain arguments where another had live ones."""
 
     @interrupts_wait()
-    def programs(
-        self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False
-    ) -> list[Program]:
-        """Successive steps, until two in a row are the same program, or one is known; or the first
-        alone, as it has to be without live numbers.
-        """
+    def programs(self, *, live_arguments: bool) -> list[Program]:
+        """Successive steps, until two in a row are the same program, or one is known."""
         self.reach.reads.disturbed.clear()
         try:
-            programs = self._programs(live_arguments, live_numbers, only_first=only_first)
+            programs = self._programs(live_arguments, True, only_first=False)
         except CaptureError:
             self.reach.reads.check_others()
             raise

@@ -225,8 +225,6 @@ def trace(
             rate_reference.set(rate)
         for number_reference, number in held:
             number_reference.set(number)
-        for entry in fake_state.entries().keys() - before.entries.keys():
-            entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         fake_state.forget_values()
 
 

@@ -35,7 +35,6 @@ from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
     PlaceReference,
-    RateReference,
     StateReference,
     gradient_references,
     number_references,
@@ -413,21 +412,6 @@ class FakeState:
             if issubclass(type(tensor := reference.get()), torch.Tensor):  # still
                 for part in parts_of(tensor):
                     part.constant = None
-
-    def entries(self) -> dict[RateReference, None]:
-        """The entries of optimizers' groups, in their order."""
-        return {
-            RateReference(
-                optimizer,
-                number,
-                f"{path}.param_groups[{number}][{key!r}]",
-                key,
-                kind="optimizer_state",
-            ): None
-            for path, optimizer in self.reach.optimizers
-            for number, group in enumerate(optimizer.param_groups)
-            for key in group
-        }
 
     def state_elsewhere(self) -> tuple[Any, ...]:
         """What the optimizers' state holds for others than parameters."""
