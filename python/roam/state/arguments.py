@@ -417,15 +417,3 @@ def argument_path(path: tuple[Any, ...]) -> str:
     if is_keyword:
         return f"{rest[0].key}{pytree.keystr(rest[1:])}"
     return f"args{pytree.keystr(rest)}"
-
-
-__all__ = [
-    "Opened",
-    "Parts",
-    "Taken",
-    "Taker",
-    "argument_path",
-    "flatten_with_paths",
-    "live_integers",
-    "parts_of",
-]

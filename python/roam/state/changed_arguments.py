@@ -287,15 +287,3 @@ def _at(arguments: Arguments, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = _held(value)[key]
     return value
-
-
-__all__ = [
-    "Arguments",
-    "Change",
-    "Containers",
-    "Left",
-    "added_by",
-    "changed_paths",
-    "leave",
-    "unchangeable",
-]

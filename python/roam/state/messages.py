@@ -127,16 +127,3 @@ class _Outlet:
 OUTLET: Final = _Outlet()
 PATH: Final = "what the step prints"
 """Names the outlet among the lists that grow."""
-
-
-__all__ = [
-    "BLANK",
-    "OUTLET",
-    "PATH",
-    "Formatted",
-    "Logged",
-    "Message",
-    "Printed",
-    "Text",
-    "outline",
-]

@@ -474,26 +474,3 @@ def _is_other(value: Any, made: Any) -> bool:
     if is_plain(value) and is_plain(made):
         return not same(value, made)
     return type(value) is not type(made) or issubclass(type(value), torch.Tensor)
-
-
-__all__ = [
-    "alike",
-    "as_tuple",
-    "containers_in",
-    "copied",
-    "fault_of",
-    "flattened",
-    "is_bare_ordered",
-    "is_user_dict",
-    "joined",
-    "leaves_at",
-    "leaves_of",
-    "level",
-    "lost_attribute",
-    "mapped",
-    "may_be_opened",
-    "pattern_of",
-    "visit",
-    "with_dicts_opened",
-    "with_made_opened",
-]

@@ -87,6 +87,3 @@ class Retrace(Exception):
         super().__init__()
         self.climbs = climbs or {}
         self.first = first
-
-
-__all__ = ["Policies", "Policy", "Retrace"]

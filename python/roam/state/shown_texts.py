@@ -108,6 +108,3 @@ def _is_inside(place: Extent, node: ast.JoinedStr) -> bool:
     line, end_line, column, end_column = place
     first, last, start, end = extent_of(node)
     return (first, start) <= (line, column) and (end_line, end_column) <= (last, end)
-
-
-__all__ = ["call_shown", "is_unread"]

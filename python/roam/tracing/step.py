@@ -1073,13 +1073,3 @@ def _refuse_unseen_state(reach: Reach) -> None:
             error.path = path
             raise
     check_beneath(reach)
-
-
-__all__ = [
-    "CapturedStep",
-    "Variant",
-    "capture",
-    "capture_step",
-    "capture_variant",
-    "refuse_shapeless",
-]

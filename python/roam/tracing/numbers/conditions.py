@@ -178,6 +178,3 @@ def _keeps_truth(parent: ast.AST, node: ast.AST) -> bool:
         or isinstance(parent, ast.UnaryOp)
         and isinstance(parent.op, ast.Not)
     )
-
-
-__all__ = ["passing_answer"]

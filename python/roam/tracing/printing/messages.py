@@ -309,6 +309,3 @@ def _calling_frame(hidden: Sequence[str] = ()) -> FrameType | None:
     ):
         frame = frame.f_back
     return frame
-
-
-__all__ = ["Messages"]

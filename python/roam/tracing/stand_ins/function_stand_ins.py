@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -262,30 +263,24 @@ def stand_ins_placed(
             )  # fmt: skip
         if run_engine is not engine():
             replace(torch.autograd, "_engine_run_backward", run_engine)
-        for holder, name, stand_in in fake_state.regions.stand_ins():
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in scaler_stand_ins(fake_state, recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in number_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in fake_state.reliance.stand_ins(
-            lambda reason: recorder.refuse(reason, code="moved")
+        for holder, name, stand_in in chain(
+            fake_state.regions.stand_ins(),
+            scaler_stand_ins(fake_state, recorder),
+            number_stand_ins(recorder),
+            fake_state.reliance.stand_ins(lambda reason: recorder.refuse(reason, code="moved")),
+            tracer_stand_ins(recorder),
+            open_stand_ins(recorder),
+            dtensors.stand_ins(recorder, fake_state.layouts),
+            fully_shard.stand_ins(recorder),
+            custom_ops.collective_stand_ins(recorder),
+            stand_ins(recorder, fake_state.mode),
+            recorder.messages.stand_ins(),
         ):
             replace(holder, name, stand_in)
         replace(torch.utils.data.DataLoader, "__iter__", batches)
-        for holder, name, stand_in in tracer_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in open_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in dtensors.stand_ins(recorder, fake_state.layouts):
-            replace(holder, name, stand_in)
         stack.enter_context(dtensors.masks_kept())
         stack.enter_context(composite_gradients.kept_whole())
         stack.enter_context(composite_spectra.as_for_real())
-        for holder, name, stand_in in fully_shard.stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):
-            replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
             replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
         # The one in C asks the user's own function what to write for a live number.
@@ -299,11 +294,7 @@ def stand_ins_placed(
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.
             replace(transformers, "is_fake_tensor", lambda _: False)
-        for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
-            replace(holder, name, stand_in)
         replace(copy, "_reconstruct", reconstruct)
-        for holder, name, stand_in in recorder.messages.stand_ins():
-            replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))

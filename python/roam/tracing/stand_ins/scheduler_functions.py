@@ -105,6 +105,3 @@ def _names_in(codes: list[CodeType], fake_state: FakeState) -> frozenset[str]:
                 one for one in others if one not in met and one.co_name in {*names, "<lambda>"}
             ]
     return frozenset(names)
-
-
-__all__ = ["changed_for"]

@@ -209,6 +209,3 @@ def may_change(scheduler: Any, reference: RateReference) -> bool:
     group = reference.optimizer.param_groups[reference.group]
     is_scheduled = any(group is scheduled for scheduled in scheduler.optimizer.param_groups)
     return is_scheduled and (reference.key in _SCHEDULED or not is_own)
-
-
-__all__ = ["called_later", "check_schedulers", "may_change"]
