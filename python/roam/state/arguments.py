@@ -349,9 +349,7 @@ def is_opened(objects: Opened, keys: Any, value: Any) -> bool:
 
 
 def flatten_with_paths(
-    tree: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
-    closed: Collection[int] = (),
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, closed: Collection[int] = ()
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """As `pytree.tree_flatten_with_path`, and also for nodes of a class that was registered without
     a function that names its parts: their parts are numbered. Objects of `collections.UserDict` are

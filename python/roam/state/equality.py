@@ -187,12 +187,7 @@ class Misfit(str):
     code: str
 
     def __new__(
-        cls,
-        text: str,
-        place: str | None = None,
-        *,
-        way: Way = "plan",
-        code: str = "",
+        cls, text: str, place: str | None = None, *, way: Way = "plan", code: str = ""
     ) -> Misfit:
         self = super().__new__(cls, text)
         self.place = text if place is None else place

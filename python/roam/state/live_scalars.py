@@ -537,11 +537,7 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
 
 def _made_tensor(
-    trace: TraceContext,
-    data: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
+    trace: TraceContext, data: Any, *, dtype: torch.dtype | None = None, device: Any = None
 ) -> torch.Tensor | None:
     """A new tensor of numbers of which some are live, or tensors without dimensions, in lists of
     equal lengths; None for other data.

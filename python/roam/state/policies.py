@@ -79,10 +79,7 @@ class Retrace(Exception):
     """
 
     def __init__(
-        self,
-        climbs: dict[Policy, Collection[Hashable]] | None = None,
-        *,
-        first: Any = None,
+        self, climbs: dict[Policy, Collection[Hashable]] | None = None, *, first: Any = None
     ) -> None:
         super().__init__()
         self.climbs = climbs or {}

@@ -194,11 +194,7 @@ class Before:
 
 
 def record_endings(
-    fake_state: FakeState,
-    recorder: Recorder,
-    before: Before,
-    arguments: Any,
-    left: Left,
+    fake_state: FakeState, recorder: Recorder, before: Before, arguments: Any, left: Left
 ) -> None:
     """Records in the program what a step that has been traced leaves.
 

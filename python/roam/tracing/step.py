@@ -29,13 +29,7 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
-from roam.program.passes import (
-    accumulate_in_place,
-    assign_early,
-    prune,
-    with_numbers,
-    with_state,
-)
+from roam.program.passes import accumulate_in_place, assign_early, prune, with_numbers, with_state
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
@@ -50,11 +44,7 @@ from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
 from roam.state.policies import Policies, Policy, Retrace
 from roam.state.reach import Reach
-from roam.state.references import (
-    ArgumentReference,
-    GradientReference,
-    number_references,
-)
+from roam.state.references import ArgumentReference, GradientReference, number_references
 from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
@@ -548,12 +538,7 @@ def _captured(call: _Call) -> CapturedStep:
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
         None if is_steady else _first(first, name, guards),
-        Variant(
-            checks_first(steady),
-            name,
-            notes_on(steady, guards),
-            as_written=steady,
-        ),
+        Variant(checks_first(steady), name, notes_on(steady, guards), as_written=steady),
         guards,
         arguments,
         known.regions.used(),
@@ -803,12 +788,7 @@ class _Tracer:
         return agrees(program, other)
 
     def _programs(
-        self,
-        live_arguments: bool,
-        live_numbers: bool,
-        *,
-        only_first: bool,
-        stirs: bool = False,
+        self, live_arguments: bool, live_numbers: bool, *, only_first: bool, stirs: bool = False
     ) -> list[Program]:
         programs: list[Program] = []
         plain: Program | None = None

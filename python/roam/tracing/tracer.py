@@ -27,12 +27,7 @@ from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
 from roam.state.nests import joined, with_dicts_opened
 from roam.state.policies import Policy, Retrace
-from roam.state.references import (
-    ArgumentReference,
-    OptimizerReference,
-    PlaceReference,
-    StateKeys,
-)
+from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
 from roam.state.wrappers import is_faked
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
@@ -48,22 +43,12 @@ from roam.torch_compat.private import (
 from roam.tracing.cuda_estimate.absent import PRESENT
 from roam.tracing.distributed import fully_shard
 from roam.tracing.distributed.ddp import Reductions
-from roam.tracing.endings import (
-    Before,
-    Original,
-    Received,
-    known_objects,
-    record_endings,
-)
+from roam.tracing.endings import Before, Original, Received, known_objects, record_endings
 from roam.tracing.fakes.fake_mode import quiet_fakes
 from roam.tracing.fakes.imports import imports_leave
 from roam.tracing.numbers.rng import Watch
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.source_location import (
-    Frames,
-    is_user_code,
-    shown_path,
-)
+from roam.tracing.source_location import Frames, is_user_code, shown_path
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.function_stand_ins import (
     OWN_BATCHES,

@@ -372,8 +372,7 @@ class Slots:
             slot = self.slot_of(leaf)
             if slot is None:
                 self.refuse(
-                    f"{user} is given a tensor that {_unknown(leaf)}",
-                    code="unknown_tensor",
+                    f"{user} is given a tensor that {_unknown(leaf)}", code="unknown_tensor"
                 )
             return Ref(slot)
 
@@ -501,8 +500,7 @@ class Slots:
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(
-                f"the step puts a tensor at {place} that {_unknown(tensor)}",
-                code="unknown_tensor",
+                f"the step puts a tensor at {place} that {_unknown(tensor)}", code="unknown_tensor"
             )
         if not self._is_intact(local_of(tensor), slot):
             raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")

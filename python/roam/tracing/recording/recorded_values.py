@@ -17,24 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from roam.own_code import is_own_file
 from roam.program.checks import check
-from roam.program.ir import (
-    Call,
-    ComputedGuard,
-    Program,
-    Ref,
-    Source,
-    ref_to,
-)
+from roam.program.ir import Call, ComputedGuard, Program, Ref, Source, ref_to
 from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
-from roam.state.live_scalars import (
-    LOOK_UP,
-    MATH,
-    ROUNDING,
-    LiveNode,
-    is_of_numpy,
-    nearest,
-)
+from roam.state.live_scalars import LOOK_UP, MATH, ROUNDING, LiveNode, is_of_numpy, nearest
 from roam.state.references import ArgumentReference, OptimizerReference
 from roam.state.sizes import expressions_in
 from roam.state.trace_context import TraceContext

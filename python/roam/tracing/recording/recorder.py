@@ -16,11 +16,7 @@ from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
 from roam.program.effects import Reshape
-from roam.program.ir import (
-    Call,
-    Ref,
-    Source,
-)
+from roam.program.ir import Call, Ref, Source
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
 from roam.state.global_flags import KernelSwitches

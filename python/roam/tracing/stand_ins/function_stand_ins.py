@@ -41,10 +41,7 @@ from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
 from roam.tracing.recording import composite_gradients, composite_spectra, custom_ops, multi_tensor
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.source_location import (
-    Frames,
-    is_torch_file,
-)
+from roam.tracing.source_location import Frames, is_torch_file
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
@@ -249,9 +246,7 @@ def stand_ins_placed(
         if any(is_ddp(module) for _, module in fake_state.reach.modules):
             run_engine = reductions.engine(run_engine)
             forward = fake_state.regions.outside(
-                reductions.forward,
-                "a DistributedDataParallel",
-                "compile the module inside of it",
+                reductions.forward, "a DistributedDataParallel", "compile the module inside of it"
             )
             replace(torch.nn.parallel.DistributedDataParallel, "forward", forward)
         if frame_evaluation() is not None:
