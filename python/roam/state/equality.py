@@ -181,31 +181,18 @@ class Misfit(str):
         place: what differs, without the values: equal for misfits of one kind at one place.
         way: what is to be done.
         code: of the error, where the call is refused.
-        answers: what the step's code gets at branches, up to and with the one that goes another way
-            than in the plan.
-        likely: these, and what further answers may be.
     """
 
     place: str
     way: Way
     code: str
-    answers: tuple[bool, ...]
-    likely: tuple[bool, ...]
 
     def __new__(
-        cls,
-        text: str,
-        place: str | None = None,
-        *,
-        way: Way = "plan",
-        code: str = "",
-        answers: tuple[bool, ...] = (),
-        likely: tuple[bool, ...] = (),
+        cls, text: str, place: str | None = None, *, way: Way = "plan", code: str = ""
     ) -> Misfit:
         self = super().__new__(cls, text)
         self.place = text if place is None else place
         self.way, self.code = way, code
-        self.answers, self.likely = answers, likely
         return self
 
 
