@@ -387,26 +387,36 @@ class Beside:
         if limit.size_bytes is not None:
             limit = MemoryLimit(max(limit.size_bytes - other_bytes, 1))
         try:
-            return self._plan(script, limit, "all" if is_last else "runs")
+            return self._plan(script, limit, is_last=is_last)
         except PlanError as error:
             if given.share is None or not is_last or error.least_bytes is None:
                 raise
             # What the share is of is not known before the call is whole.
             return self._plan(script, MemoryLimit(error.least_bytes))
 
-    def _plan(self, script: Script, limit: MemoryLimit | None, effort: Effort = "all") -> Planned:
+    def _plan(self, script: Script, limit: MemoryLimit | None, *, is_last: bool = True) -> Planned:
+        """A plan of a script. Tiles are tried, for which the limit has no room, if nothing else is
+        found and `is_last`.
+        """
         program = script.program
         variant = Variant(program, self._name, as_written=program)
         options = self._options
-        (choice,) = choose(
-            [variant],
-            pool=options.pool,
-            time_limit_s=options.time_limit_s,
-            earlier=[planned.choice for planned in self.plans],
-            memory=limit,
-            keep_checkpoints=True,
-            effort=effort,
-        )
+        efforts: tuple[Effort, ...] = ("runs", "all") if is_last else ("runs",)
+        for effort in efforts if limit is not None else efforts[-1:]:
+            try:
+                (choice,) = choose(
+                    [variant],
+                    pool=options.pool,
+                    time_limit_s=options.time_limit_s,
+                    earlier=[planned.choice for planned in self.plans],
+                    memory=limit,
+                    keep_checkpoints=True,
+                    effort=effort,
+                )
+                break
+            except PlanError as error:
+                if effort is efforts[-1] or not error.code.startswith("memory_"):
+                    raise
         pool = Pool.of(variant.device) if choice.uses_pool else None
         shrinks = None
         memory = StepMemory.planned(choice)
