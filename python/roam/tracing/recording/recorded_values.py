@@ -214,9 +214,7 @@ class Values(Slots):
                 source=source,
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
-        live.node.is_numpys = function not in _GIVE_PYTHONS and (
-            type(function).__name__ == "ufunc" or any(map(is_of_numpy, operands))
-        )
+        live.node.is_numpys = function not in _GIVE_PYTHONS and any(map(is_of_numpy, operands))
         self.program.calls.append(
             Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
         )
