@@ -410,7 +410,7 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
 
 @pytest.mark.skipif(
     sys.platform != "linux" or "ROAM_HARD_LIMIT" not in os.environ,
-    reason="`make hard-limit` runs it: how much malloc keeps for later depends on timing",
+    reason="`make hard-limit` runs it: it takes minutes",
 )
 def test_the_system_may_give_no_more_than_the_budget() -> None:
     """Capture, trials of kernels, planning and the checked first run are inside of it."""

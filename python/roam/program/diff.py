@@ -21,7 +21,7 @@ from roam.state.equality import same
 from roam.state.messages import BLANK
 from roam.state.nests import alike
 from roam.state.references import ArgumentReference
-from roam.state.sizes import plain_number, replaced
+from roam.state.sizes import Size, SizedFloat, plain_number, replaced
 from roam.state.wrappers import Form
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -461,6 +461,8 @@ def _fits(program: Program, value: Any, plain: Any) -> bool:
             program.slots[value.slot] is None
             and (type(plain) is int or isinstance(plain, float))  # one of NumPy's is a float too
         )
+    if type(value) is Size or type(value) is SizedFloat:
+        return type(plain) is type(value) and plain.expression is value.expression
     return same(value, plain)
 
 

@@ -198,6 +198,20 @@ def renumbered(program: Program) -> Program:
     )
 
 
+def with_used_state(program: Program) -> Program:
+    """The program with those references alone whose tensors it uses, numbered as `renumbered`
+    does.
+    """
+    used = {slot for call in program.calls for slot in call.refs()} | program.outgoing()
+    return _renumber(
+        program,
+        program.calls,
+        {index: index for index in range(len(program.calls))},
+        [(reference, slot) for reference, slot in program.referenced if slot in used],
+        program.constants,
+    )
+
+
 def _is_all(
     program: Program, calls: list[Call], referenced: list[Any], constants: list[Any]
 ) -> bool:

@@ -46,6 +46,7 @@ from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
+from roam.state.policies import Policy
 from roam.state.references import ArgumentReference
 from roam.state.sizes import OneLength
 from roam.state.step_call import StepCall
@@ -373,7 +374,11 @@ class Step:
         """Refuses a plan that only one value among the arguments asks for, as others did before it,
         if the step can run beside a plan for all of them.
         """
-        if misfit.place in self._known.taker.varied and self._captures.has_made(misfit.place):
+        if (
+            misfit.place in self._known.taker.varied
+            and self._captures.has_made(misfit.place)
+            and not (self._is_fixed(misfit.place) and self._ranges.may_follow(misfit.place))
+        ):
             refusal = CaptureError(
                 f"{misfit}, as in earlier calls, and each value has a plan of its own; if the step only shows or counts such "
                 "values, leave them out of its arguments",
@@ -381,6 +386,10 @@ class Step:
             )
             if self.may_run_beside(refusal):
                 raise refusal
+
+    def _is_fixed(self, path: str) -> bool:
+        """Whether the step has been found to need the value of the whole number at a path."""
+        return self._known.policies.of((path, int)) is Policy.FIXED
 
     def _capture_unless_unsettled(
         self, call: StepCall, reason: Misfit
@@ -797,7 +806,7 @@ class Step:
                 )
                 known = [captured.step for captured in self._captures]
                 varies = not self._captures.has_run_again()
-                of_range = self._ranges.capture(capture, known, call, varies=varies)
+                of_range = self._ranges.capture(capture, known, call, self._is_fixed, varies=varies)
                 step = of_range or capture()
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled

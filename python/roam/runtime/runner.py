@@ -134,7 +134,7 @@ class Runner:
         logger.debug("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
-        self._runs_once = variant.runs_once
+        self._runs_once, self._offloads = variant.runs_once, options.offload is not None
         shrinks = None
         if choice.memory_limit_bytes is not None:
             spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
@@ -638,14 +638,16 @@ class Runner:
         return held if text is None else [*held, text.source, text.steps]
 
     def take_out(self) -> None:
-        """Brings what lies in files of this plan back to ordinary memory, until the next run."""
+        """Brings what lies in files back to ordinary memory, until the next run."""
+        if not self._offloads:
+            return
         program = self._program
         given = [(reference, program.storage_of(slot)) for reference, slot in program.referenced]
         left = [(one.reference, program.storage_of(one.slot)) for one in program.of(Rebind)]
         for reference, number in (*given, *left):
-            if number >= 0 and program.storages[number].is_paged:
+            if number >= 0 and not isinstance(reference, ArgumentReference):
                 tensor = reference.get()
-                if isinstance(tensor, torch.Tensor):
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     take_out(tensor, reference.path)
 
     def release(self) -> None:

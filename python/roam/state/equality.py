@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 import struct
 import sys
 import types
@@ -132,7 +133,7 @@ def same(expected: Any, value: Any) -> bool:
     if issubclass(kind, tuple):
         return (
             len(expected) == len(value)
-            and all(map(same, expected, value))
+            and (all(map(operator.is_, expected, value)) or all(map(same, expected, value)))
             and (kind is tuple or _same_attributes(expected, value))
         )
     if kind is slice:

@@ -29,7 +29,14 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
 from roam.program.operators import on_list
-from roam.program.passes import accumulate_in_place, assign_early, prune, with_numbers, with_state
+from roam.program.passes import (
+    accumulate_in_place,
+    assign_early,
+    prune,
+    with_numbers,
+    with_state,
+    with_used_state,
+)
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
@@ -140,10 +147,13 @@ class CapturedStep:
 
     def failure(self, call: StepCall) -> Misfit | None:
         """None if a call finds everything as capture did, else what changed."""
+        return self.state_failure(call) or self.arguments.failure(call) or self.compiled.failure()
+
+    def state_failure(self, call: StepCall) -> Misfit | None:
+        """The same for the state alone."""
         if self.guards not in call.asked:
             call.asked[self.guards] = self.guards.failure()
-        failure = call.asked[self.guards]
-        return failure or self.arguments.failure(call) or self.compiled.failure()
+        return call.asked[self.guards]
 
 
 @dataclass(slots=True)
@@ -212,11 +222,17 @@ class Known:
 
     def has_agreed(self, program: Program) -> bool:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
-        others.
+        others, with the same state or other state that it does not use.
         """
         if self.programs and next(expressions_of(program), None) is not None:
             program = replaced_in(program, plain_number)
-        return any(is_resized(known, program) for known in reversed(self.programs))
+        if any(is_resized(known, program) for known in reversed(self.programs)):
+            return True
+        alike = [known for known in self.programs if len(known.calls) == len(program.calls)]
+        if not alike:
+            return False
+        program = with_used_state(program)
+        return any(is_resized(with_used_state(known), program) for known in reversed(alike))
 
     def add(self, program: Program) -> None:
         """Notes a program on which two traces agree. A copy of it is kept, since settling gradients
@@ -825,7 +841,7 @@ class _Tracer:
                 if (
                     only_first
                     or program.unsettled is not None
-                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
+                    or self.call.known.has_agreed(program)
                 ):
                     return programs
                 if len(programs) == 2 and (change := self._unlike(*programs)) is None:

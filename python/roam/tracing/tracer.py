@@ -449,6 +449,8 @@ def _own_arguments(
                 recorder.add_given(reference, leaf)
                 if leaf.is_leaf:
                     received.append((reference, leaf, leaf.grad))
+        elif fake_state.sized is not None and position in fake_state.sized.numbers:
+            leaves[position] = fake_state.sized.numbers[position]
         elif live and type(leaf) is float:
             leaves[position] = recorder.add_live(reference, reference.path)
         elif live and position in fake_state.integers:

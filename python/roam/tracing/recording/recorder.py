@@ -22,7 +22,7 @@ from roam.state.equality import MISSING
 from roam.state.global_flags import KernelSwitches
 from roam.state.live_scalars import FixedNode, LiveFloat, LiveInt, LiveNode
 from roam.state.nests import PLAIN, leaves_of, mapped
-from roam.state.references import ArgumentReference
+from roam.state.references import ArgumentReference, StateReference
 from roam.torch_compat.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -263,10 +263,18 @@ class Recorder(Values, TorchDispatchMode):
         if sized is not None and not sized.concerns(given, tensors):
             sized = None
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
-        if sized is not None and (shape is not None or facts.reshapes_in_place):
+        if sized is not None and (
+            shape is not None
+            or (facts.reshapes_in_place and self._reference_of(tensors[0]) is not None)
+        ):
             sized.symbols.refuse(f"{func} is given a size that changes")
         try:
-            if shape is None:
+            if sized is not None and facts.reshapes_in_place:
+                recorded = call.args, call.kwargs
+                result = sized.reshape(
+                    func, _view_of(func), given, tensors, recorded, self._sized_signatures
+                )
+            elif shape is None:
                 kernels: Any = sized or self._kernels
                 with nullcontext() if facts.computes else _inference_left(tensors):
                     result = kernels.run(
@@ -540,15 +548,18 @@ class Recorder(Values, TorchDispatchMode):
             code="refused_operator", op=str(func), source=source,
         )  # fmt: skip
 
+    def _reference_of(self, tensor: Any) -> StateReference | ArgumentReference | None:
+        """Where a tensor lies, if it exists before the step."""
+        slot = self.slot_of(tensor)
+        return next(
+            (one for one, referenced in self.program.referenced if referenced == slot), None
+        )
+
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same
         name from here on.
         """
-        slot = self.slot_of(tensor)
-        reference = next(
-            (reference for reference, referenced in self.program.referenced if referenced == slot),
-            None,
-        )
+        slot, reference = self.slot_of(tensor), self._reference_of(tensor)
         if (
             isinstance(reference, ArgumentReference)
             and reference.kind == "input"
@@ -562,8 +573,8 @@ class Recorder(Values, TorchDispatchMode):
                 "view",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
-        name = base_name(call.target).removesuffix("_")
-        call.target = _with_arguments_of(call.target, getattr(aten, name))
+        call.target = _view_of(call.target)
+        name = base_name(call.target)
         call.outputs = (self._add_tensor(tensor, creator=len(self.program.calls), name=name),)
         self.program.calls.append(call)
 
@@ -669,8 +680,10 @@ def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
     )
 
 
-def _with_arguments_of(func: Any, packet: Any) -> Any:
-    """The overload that takes the same arguments."""
+@functools.cache
+def _view_of(func: Any) -> Any:
+    """The operator that returns as a view what another makes of its argument itself."""
+    packet = getattr(aten, base_name(func).removesuffix("_"))
     wanted = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
     overloads = (getattr(packet, name) for name in packet.overloads())
     return next(
