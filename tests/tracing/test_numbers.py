@@ -621,6 +621,6 @@ def test_an_index_is_refused_with_what_to_write(body: Body) -> None:
         roam.compile(lambda x, y: body(my, x, y))(*batches(1)[0])
 
 
-@pytest.mark.parametrize(("body", "captures"), [(asks_before_it_sets, 1), (counts_a_flag, 1)])
+@pytest.mark.parametrize(("body", "captures"), [(asks_before_it_sets, 2), (counts_a_flag, 1)])
 def test_what_the_first_step_alone_does_with_them_is_done_by_it(body: Body, captures: int) -> None:
     check(body, lambda my, index: None, captures)

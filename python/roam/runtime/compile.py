@@ -49,7 +49,6 @@ from roam.state.freed_gradients import freed_stood_for
 from roam.state.policies import Policy
 from roam.state.references import ArgumentReference
 from roam.state.sizes import OneLength
-from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
 from roam.state.wrappers import is_faked
 from roam.switch import is_disabled
@@ -369,9 +368,6 @@ class Step:
         captured, runner = found
         if any(one.has_news for one in captured.runners) and not _has_ranks():
             captured, runner = self._planned_again(captured, call)
-        if pending := [setting for setting in captured.step.settings if setting.is_pending()]:
-            apply(pending)  # as the user's function would now
-            runner.failure(call)  # what has been set may be an input
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:

@@ -23,7 +23,7 @@ from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
-from roam.program.effects import Rebind, rebound
+from roam.program.effects import rebound
 from roam.program.gradient_lifetime import settle_gradients, used_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
@@ -33,7 +33,6 @@ from roam.program.passes import (
     accumulate_in_place,
     assign_early,
     prune,
-    reordered,
     with_numbers,
     with_state,
     with_used_state,
@@ -45,28 +44,23 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
-from roam.state.equality import MISSING, Misfit, changed, show
+from roam.state.equality import MISSING, Misfit
 from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
 from roam.state.policies import Policies, Policy, Retrace
 from roam.state.reach import Reach
-from roam.state.references import (
-    ArgumentReference,
-    GradientReference,
-    PlaceReference,
-    number_references,
-)
+from roam.state.references import ArgumentReference, GradientReference, number_references
 from roam.state.sizes import plain_number
-from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
+from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
 from roam.tracing.compiled.code import UsedCode
 from roam.tracing.compiled.regions import Regions
 from roam.tracing.compiled.repeated_blocks import compile_blocks
 from roam.tracing.cuda_estimate.absent import estimate_of
 from roam.tracing.distributed.fully_shard import set_up
-from roam.tracing.endings import OUTSIDE, check_no_leaf
+from roam.tracing.endings import OUTSIDE
 from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
 from roam.tracing.fake_kernels.tensors import marked_fakes
@@ -149,26 +143,14 @@ class CapturedStep:
     """None if it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
-    settings: list[Setting]
-    """Plain values that the step itself sets, to the same at every run; the guards expect them to
-    be set."""
     compiled: UsedCode
 
     def failure(self, call: StepCall) -> Misfit | None:
-        """None if a call finds everything as capture did, else what changed; what the step sets
-        itself need not be set yet.
-        """
+        """None if a call finds everything as capture did, else what changed."""
         return self.state_failure(call) or self.arguments.failure(call) or self.compiled.failure()
 
     def state_failure(self, call: StepCall) -> Misfit | None:
         """The same for the state alone."""
-        pending = [setting for setting in self.settings if setting.is_pending()]
-        if pending and len(pending) < len(self.settings):
-            # What the step does where some are set has not been traced.
-            return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
-        if pending:
-            with applied(pending):
-                return self.guards.failure()
         if self.guards not in call.asked:
             call.asked[self.guards] = self.guards.failure()
         return call.asked[self.guards]
@@ -271,31 +253,6 @@ class Known:
         found = next(alike, guards)
         self.guards.add(found)
         return found
-
-
-@dataclass(slots=True)
-class _Settled:
-    """Plain values that a step sets, maybe once and for all, as a model does when it finds out what
-    kind of labels it is given.
-
-    Attributes:
-        settings: these.
-        program: what the step does where they are not set yet.
-        refusal: to be raised if it does something else later.
-    """
-
-    settings: list[Setting]
-    program: Program
-    refusal: CaptureError
-
-    def after_trace(self) -> _Settled:
-        """The same, once the tensors that are replaced are back where a trace had fakes."""
-        return replace(self, settings=[setting.found() for setting in self.settings])
-
-    def refused(self) -> CaptureError:
-        """The refusal, of a step that may go on otherwise once it has run."""
-        self.refusal.settles = MOST_SETTLING
-        return self.refusal
 
 
 def capture(
@@ -415,18 +372,12 @@ def capture_step(
             with marked_fakes() as are_left:
                 while True:
                     try:
-                        # Captured as if all that settles were set: the first step does the same
-                        # then, and later ones set nothing new.
-                        with applied(call.settings):
-                            captured = _captured(call)
-                            doubted = None
-                            return captured
+                        captured = _captured(call)
+                        doubted = None
+                        return captured
                     except Retrace as found:
                         if found.first is not None:
-                            with applied(call.settings):
-                                found.first()
-                            continue
-                        call.settled = found.settled and found.settled.after_trace()
+                            found.first()
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
@@ -436,17 +387,13 @@ def capture_step(
                             if not trusted:
                                 doubted = known.policies.copy(), error
                             known.climb(Policy.FIXED, trusted or grown)
-                            trusted, call.settled = set(), None
+                            trusted = set()
                             continue
                         if doubted is not None and doubted[1].code != error.code:
                             doubted = None  # the lists stay fixed
                         elif doubted is not None and doubted[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
                             raise doubted[1] from None
-                        if call.settled is not None and error.code == "step_raised":
-                            # It was run with less than it leaves at once, as a table's length
-                            # without the table.
-                            raise call.settled.refused() from error
                         raise
         finally:
             if doubted is not None:
@@ -465,7 +412,6 @@ class _Call:
             `capture_step`.
         reads: what is known of the attributes that the step looks at.
         lacking: paths of the gradients that are not there if an earlier plan has freed them.
-        settled: what the step is supposed to have set once and for all.
     """
 
     train_step: Callable[..., Any]
@@ -477,12 +423,6 @@ class _Call:
     sized: SizedKernels | None
     reads: Reads = field(default_factory=Reads)
     lacking: set[str] = field(default_factory=set)
-    settled: _Settled | None = None
-
-    @property
-    def settings(self) -> list[Setting]:
-        """What the next trace supposes to be set."""
-        return [] if self.settled is None else self.settled.settings
 
     def reached(self, taken: Taken) -> Reach:
         """What the step can reach, with the arguments taken apart like this."""
@@ -501,7 +441,7 @@ class _Call:
 
 def _captured(call: _Call) -> CapturedStep:
     args, kwargs, known, reads = call.args, call.kwargs, call.known, call.reads
-    settled, taker = call.settled, call.known.taker
+    taker = call.known.taker
     taken = taker.take(args, kwargs)
     reach = call.reached(taken)
     is_changed = set_up([module for _, module in reach.modules])
@@ -538,8 +478,6 @@ def _captured(call: _Call) -> CapturedStep:
             # An argument whose very value Python needs cannot be live; it is guarded by value
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
-        if settled is not None and not _is_settled(settled, programs[0]):
-            raise settled.refused()  # the step that finds all of it set has just been traced
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
         if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
             programs[0], live_numbers=False
@@ -599,11 +537,10 @@ def _captured(call: _Call) -> CapturedStep:
     arguments = ArgGuard(args, kwargs, guards, live, received, taker)
     if integers:
         known.taker = replace(known.taker, live=frozenset({int}))
-    settings = [] if settled is None else _lasting_settings(settled, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards)
-        return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
+        return CapturedStep(first_step, None, guards, arguments, known.regions.used())
     if steady is not first and call.sized is None:
         known.add(steady)
     carried = {
@@ -620,7 +557,6 @@ def _captured(call: _Call) -> CapturedStep:
         Variant(checks_first(steady), name, notes_on(steady, guards), as_written=steady),
         guards,
         arguments,
-        settings,
         known.regions.used(),
     )
 
@@ -698,36 +634,6 @@ def _first(program: Program, name: str, guards: Guards) -> Variant:
     return Variant(
         checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True
     )
-
-
-def _lasting_settings(settled: _Settled, after: Program) -> list[Setting]:
-    """What the step sets once; without the tensors that it replaces each time."""
-    renewed = {reference.path for reference, _ in rebound(after)}
-    return [
-        setting
-        for setting in settled.settings
-        if not (setting.is_exchange and setting.path in renewed)
-    ]
-
-
-def _is_settled(settled: _Settled, after: Program) -> bool:
-    """Whether the step does the same once the values are set as it did before, except for setting
-    them.
-    """
-    tables = [
-        setting.path for setting in _lasting_settings(settled, after) if setting.slot is not None
-    ]
-    written = after.written()
-    if any(
-        ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
-    ):
-        return False  # what the trace has left there was written once, and would be again
-    before = with_state(settled.program, after, tables)
-    if before is None or not asks_the_same(before, after):
-        return False
-    before = prune(before)
-    numbered = (reordered(one, range(len(one.calls))) for one in (before, after))
-    return difference(*numbered) is None
 
 
 def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> CaptureError:
@@ -818,7 +724,6 @@ class _Faked:
         state, args, kwargs: the fakes, and the step's arguments with them.
         inside: what the objects held before the first trace.
         starts: which places shared tensors before each trace.
-        settings: what the last trace has set that may be set once and for all.
     """
 
     state: FakeState
@@ -827,7 +732,6 @@ class _Faked:
     inside: Snapshot
     switches: Switches
     starts: list[list[int]] = field(default_factory=list)
-    settings: list[Setting] | None = None
 
     def moved(self) -> list[str]:
         """What traces have changed that they may not."""
@@ -933,7 +837,7 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if has_moved:
-                    raise self._followed(faked, programs[0])
+                    raise self._followed(faked)
                 if (
                     only_first
                     or program.unsettled is not None
@@ -1018,44 +922,26 @@ class _Tracer:
         if self.reach.may_be_narrower():
             reads.narrow()
             raise Retrace
-        faked.settings = None
-        if self.call.settled is None and faked.moved() and not faked.switches.moved():
-            grown = self._climbs(faked).get(Policy.APPENDED, ())
-            faked.settings = faked.inside.settings(faked.state.made, grown)
-        for setting in faked.settings or ():
-            if setting.slot is not None and not setting.is_exchange:
-                path = setting.path
-                check_no_leaf(setting.space.get(setting.key), path)
-                reference = PlaceReference(setting.space, setting.key, path, "buffer", tied=False)
-                program.effects.append(Rebind(reference, setting.slot))
         accumulate_in_place(program)
         program = assign_early(program)
         return known.pruned(program) if self.call.sized is None else prune(program)
 
-    def _followed(self, faked: _Faked, program: Program) -> Exception:
-        """What to raise for changes of Python state in a step's first trace: `Retrace` with what is
-        supposed to be set once, or with the policies that follow them, or else the refusal.
-        """
-        moved, climbs = faked.moved(), self._climbs(faked)
-        # What may be set once and for all is no number that changes each time.
-        grown = climbs.get(Policy.APPENDED, ())
-        if faked.settings is not None and not grown:
-            refusal = _refusal(moved, [], may_settle=True)
-            return Retrace(settled=_Settled(faked.settings, program, refusal))
-        if climbs:
-            return Retrace(climbs if faked.settings is None else {Policy.APPENDED: grown})
-        lasting = self._lasting(faked)
-        return _refusal(moved, lasting, may_settle=not faked.switches.moved() and not lasting)
-
-    def _climbs(self, faked: _Faked) -> dict[Policy, Collection[Any]]:
-        """The policies that would follow what the step has changed, each with the places that have
-        a lower one.
+    def _followed(self, faked: _Faked) -> Exception:
+        """What to raise for changes of Python state: `Retrace` with the policies that follow them,
+        or else the refusal.
         """
         found = {
             policy: self.call.known.policies.below(policy, paths)
             for policy, paths in faked.inside.following().items()
         }
-        return {policy: paths for policy, paths in found.items() if paths}
+        climbs: dict[Policy, Collection[Any]] = {
+            policy: paths for policy, paths in found.items() if paths
+        }
+        if climbs:
+            return Retrace(climbs)
+        moved = faked.moved()
+        lasting = self._lasting(faked)
+        return _refusal(moved, lasting, may_settle=not faked.switches.moved() and not lasting)
 
     def _unlike(self, first: Program, later: Program) -> str | None:
         """None if a later trace is the same program, or the first one again but for the state that

@@ -192,7 +192,6 @@ def trace(
             made.messages = list(map(outline, recorder.messages.all))
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
-        fake_state.made = recorder.made_tensor
         fake_state.end_histories(before.placed)
         fake_state.part_from(given.leaves, (tensor for _, tensor in before.tensors))
         return recorder.program

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -45,7 +44,6 @@ from roam.tracing.numbers.scalar_guards import (
     add_guard,
     may_be_asked,
     may_be_fixed,
-    may_be_tabled,
     may_decide,
 )
 from roam.tracing.printing.messages import Messages
@@ -70,21 +68,6 @@ MayAsk = Callable[[Any, Program, int], bool]
 
 def _nothing(reference: Any, program: Program, slot: int) -> bool:
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Makes a tensor that depends on constants and buffers alone; where those are fake, it is a
-    fake.
-    """
-
-    guard: ComputedGuard
-    fake: Any
-    storage: int
-
-    def __call__(self) -> Any:
-        made = self.guard.value([reference.get() for reference in self.guard.uses[0]])
-        return self.fake if made is None else made
 
 
 class Values(Slots):
@@ -453,18 +436,6 @@ class Values(Slots):
         """
         guard = self._guard(slot, may_be_asked)
         return None if guard is None else functools.partial(self._asked, guard)
-
-    def made_tensor(self, tensor: Any) -> tuple[int, Table] | None:
-        """The slot of a tensor that this step has made of constants and buffers alone, and how to
-        make it for real; None for others.
-        """
-        slot = self.slot_of(tensor)
-        if slot is None or tensor.requires_grad or not self._is_intact(tensor, slot):
-            return None
-        guard = self._guard(slot, may_be_tabled)
-        return (
-            None if guard is None else (slot, Table(guard, tensor, self.program.storage_of(slot)))
-        )
 
     def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
         references = {number: reference for reference, number in self.program.referenced}

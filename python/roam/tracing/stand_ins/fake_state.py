@@ -42,7 +42,6 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made
 from roam.state.spaces import Space
 from roam.state.value_stand_ins import is_left_by_tokenizer, stand_in_for
 from roam.state.wrappers import checked_form, inner, is_faked, is_wrapper, parts_of, with_parts
@@ -194,8 +193,6 @@ class FakeState:
         self.refuse: Callable[..., NoReturn] = _refuse_nowhere
         """Refuses what the step does now, in the trace that runs."""
         self.mode: FakeTensorMode = mode_of(tensors)
-        self.made: Made = _makes_nothing
-        """What the last trace knows of the tensors that it has made."""
         self.is_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         """Whether the step is of real tensors."""
         self.kernels = FakeKernels(asks=asks_kernels and self.is_real, remembered=remembered)
@@ -374,9 +371,9 @@ class FakeState:
         if self.sized is not None:
             self.sized.forget_fakes()
         self.identities.leave()
-        # These functions hold the recorder of the last trace, which holds this fake state. Without
-        # them both are freed at once, and with them everything of the trace.
-        self.refuse, self.made = _refuse_nowhere, _makes_nothing
+        # This function holds the recorder of the last trace, which holds this fake state. Without
+        # it both are freed at once, and with them everything of the trace.
+        self.refuse = _refuse_nowhere
 
     def _renew_weights(self, layer: Any) -> None:
         """Renews what a recurrent layer keeps of its weights, with their fakes
@@ -760,10 +757,6 @@ def _storage_of(value: Any) -> int | None:
     tensor = local_of(value)
     is_strided = issubclass(type(tensor), torch.Tensor) and tensor.layout is torch.strided
     return storage_of(tensor) if is_strided else None
-
-
-def _makes_nothing(_: Any) -> None:
-    """What no trace knows of a tensor."""
 
 
 def _refuse_nowhere(message: str, *, code: str) -> NoReturn:
