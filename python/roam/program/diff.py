@@ -55,7 +55,6 @@ def difference(first: Program, second: Program) -> str | None:
         ("histories", _histories(first), _histories(second)),
         ("results' structures", first.result.spec, second.result.spec),
         ("lists that grow", _grows(first), _grows(second)),
-        ("numbers of schedulers", _late(first), _late(second)),
     ):
         if one_value != other_value:
             return f"the {what} differ"
@@ -103,7 +102,6 @@ def is_resized(known: Program, program: Program) -> bool:
         and _same_guards(known, program, sizes)
         and _same_constants(known.constants, program.constants)
         and known.split == program.split
-        and _late(known) == _late(program)
         and _other_effect(known, program, sizes) is None
     )  # fmt: skip
 
@@ -172,10 +170,6 @@ def _histories(program: Program) -> list[Any]:
         history if isinstance(history, str) else [reference.path for reference in history]
         for history in program.result.histories
     ]
-
-
-def _late(program: Program) -> list[tuple[int, str, int]]:
-    return [(place, number.reference.path, number.calls) for place, number in program.result.late]
 
 
 def _other_effect(known: Program, program: Program, sizes: set[tuple[int, int]]) -> str | None:

@@ -43,7 +43,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Part, Tiled, candidates, tiled, with_new_sums
+from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -95,9 +95,9 @@ _MOST_TRIES = 4
 left."""
 _SPARE = 64
 """The first part of a limit that is left free if copies beside the step have no room."""
-_PARTS = (2, 4, 8, 16, 32, 64)
+_PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
-_MOST_LEVELS = 4
+_MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
 _MOST_MISSES = 2
 """After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
@@ -494,6 +494,9 @@ class _Chooser:
         """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
+        self._tiled_bytes: list[int] = []
+        """What plans within a limit that is too small take with tiles that were tried, or what they
+        take at least."""
 
     def choose(self, earlier: Iterable[Choice], enough_bytes: int, room_bytes: int | None) -> None:
         """Finds `plain`; kernels that take more than there is room for are not tried."""
@@ -587,6 +590,7 @@ class _Chooser:
         """
         best: Choice | None = None
         failure: PlanError | None = None
+        self._tiled_bytes.clear()
         try:
             best = self._whole_within(limit_bytes)
         except PlanError as error:
@@ -604,10 +608,17 @@ class _Chooser:
         assert failure is not None, "nothing was found"
         if not self._cuts:
             raise failure
-        raise _continued(
-            failure,
-            "This holds for whole operators; with operators cut into tiles no plan was found either",
+        told = (
+            "This holds for whole operators; with operators cut into tiles no plan was found either"
         )
+        if not self._tiled_bytes:
+            raise _continued(failure, told)
+        least_bytes = min(self._tiled_bytes)
+        refusal = _continued(
+            failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
+        )
+        refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
+        raise refusal
 
     @property
     def _cuts(self) -> bool:
@@ -620,7 +631,7 @@ class _Chooser:
         found.
         """
         device = self._variant.device
-        program = with_new_sums(merged(self._variant.program))
+        program = out_of_place(merged(self._variant.program))
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
@@ -631,12 +642,18 @@ class _Chooser:
             estimates = self._parts(program, gone, most, limit_bytes, refused)
             if not estimates:
                 continue
-            if limit_bytes < estimates[-1][0] > _WORTH_TILES * reached_bytes:
-                misses += 1
-                if misses == _MOST_MISSES:
-                    break
-                continue
-            reached_bytes, misses = min(reached_bytes, estimates[-1][0]), 0
+            total_bytes, parts = estimates[-1]
+            if total_bytes > limit_bytes:  # operators have to run again
+                total_bytes = self._least_with(program, gone, most // parts, refused)
+                if total_bytes > limit_bytes:
+                    self._tiled_bytes.append(total_bytes)
+                    if total_bytes > _WORTH_TILES * reached_bytes:
+                        misses += 1
+                        if misses == _MOST_MISSES:
+                            break
+                        continue
+                    reached_bytes, misses = total_bytes, 0
+                    continue
             best: Choice | None = None
             for _, parts in estimates:
                 choice = self._with_tiles(program, gone, most // parts, limit_bytes)
@@ -647,6 +664,22 @@ class _Chooser:
             if best is not None:
                 return best
         return None
+
+    def _least_with(
+        self, program: Program, gone: set[int], part_bytes: int, refused: Collection[Part]
+    ) -> int:
+        """What plans take at least, whatever they run again, if all cuts are exact; and what the
+        checks of a first run take.
+        """
+        found = tiled(program, gone, part_bytes, refused)
+        assert found is not None, "it has been cut so"
+        choice, lowering = self._way_by_tiles(found)
+        graph = lowering.holding().with_states().graph(pool=False)
+        try:
+            least_bytes: int | None = self._planned(graph, 0, 1).total_bytes
+        except PlanError as error:
+            least_bytes = error.least_bytes
+        return choice.checks_bytes + (choice.total_bytes if least_bytes is None else least_bytes)
 
     def _with_tiles(
         self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
@@ -666,6 +699,8 @@ class _Chooser:
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
+                if error.least_bytes is not None:
+                    self._tiled_bytes.append(error.least_bytes)
                 return None
         return self._with_cuts(choice, found, lowering)
 

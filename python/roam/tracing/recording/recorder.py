@@ -16,11 +16,7 @@ from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
 from roam.program.effects import Reshape
-from roam.program.ir import (
-    Call,
-    Ref,
-    Source,
-)
+from roam.program.ir import Call, Ref, Source
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
 from roam.state.global_flags import KernelSwitches
@@ -54,7 +50,6 @@ from roam.tracing.fake_kernels.meta_corrections import (
     without_masked,
 )
 from roam.tracing.fake_kernels.sized import SizedKernels, layout_of, recorded_number
-from roam.tracing.numbers.branch_answers import Replay
 from roam.tracing.numbers.dynamic_shapes import decided
 from roam.tracing.numbers.rng import Watch, forget_idle_states
 from roam.tracing.recording import custom_ops, multi_tensor
@@ -111,7 +106,7 @@ class Recorder(Values, TorchDispatchMode):
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
         results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
-        answers: Replay | None = None,
+        has_code: bool = False,
         sized: SizedKernels | None = None,
     ) -> None:
         """A recording of nothing yet.
@@ -124,15 +119,15 @@ class Recorder(Values, TorchDispatchMode):
             number_of: the number that a reference's tensor is where a plan begins.
             results: by identity, real tensors that the step may come by as they are, each with its
                 fake.
-            answers: what to take for granted at branches, where the step's code goes on either way.
-                If None, the step is refused there.
+            has_code: whether code asks for values, whose checks a run may make; a graph that others
+                made has none.
             sized: what kernels make of tensors whose sizes follow from symbols; None if there are
                 no such tensors.
         """
         TorchDispatchMode.__init__(self)
         self._sized_kernels = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
-        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
+        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, has_code)
         self._switches = KernelSwitches()
         self._told_next = _TOLD_FIRST
 
@@ -256,8 +251,7 @@ class Recorder(Values, TorchDispatchMode):
         slots = self.program.slots
         if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
-            seen = self._seen if is_foreign(func) else {}
-            given = mapped(functools.partial(_without_live_number, seen), given)
+            given = mapped(_without_live_number, given)
         tensors = tensors_in(given)
         if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
             self.refuse(
@@ -659,11 +653,11 @@ def _is_live(leaf: Any) -> bool:
     return type(leaf) is not FakeTensor and isinstance(leaf, (torch.SymFloat, torch.SymInt))
 
 
-def _without_live_number(seen: Mapping[int, float], leaf: Any) -> Any:
-    """An argument as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
+def _without_live_number(leaf: Any) -> Any:
+    """An argument as kernels on fake tensors take it."""
     if not _is_live(leaf):
         return leaf
-    return seen.get(leaf.node.slot, 1 if isinstance(leaf, torch.SymInt) else _LIVE_STAND_IN)
+    return 1 if isinstance(leaf, torch.SymInt) else _LIVE_STAND_IN
 
 
 def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
