@@ -129,7 +129,6 @@ sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1
 hard-limit:
 	$(BIN)/python -m pytest tests/runtime/test_memory_limit.py tests/runtime/test_paging.py -k the_system_may_give

@@ -81,16 +81,10 @@ class CaptureError(RoamError):
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
         settles: how many calls in a row the user's own function may run until the step can be
             captured, like a step that sets something up at its first calls; 0 if it never can.
-        is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
-            be captured. For such a call the user's own function may run.
-        blames_answer: whether the error comes right after an answer that was guessed for a check
-            of PyTorch's own. A trace with the other answer may not raise it.
     """
 
     path: str | None = None
     settles: int = 0
-    is_unusual: bool = False
-    blames_answer: bool = False
 
 
 class PlanError(RoamError):

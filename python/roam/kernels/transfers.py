@@ -73,7 +73,7 @@ def block_ns(tier: Tier, room_bytes: int | None) -> int:
                 return _MODEL_NS
             try:
                 _learned[signature] = rounded(_measured_ns(tier))
-            except ExecutionError:  # a step may need less room
+            except (ExecutionError, OSError):  # a step may need less room
                 return _MODEL_NS
             finally:
                 tier.release()

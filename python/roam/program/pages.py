@@ -5,7 +5,8 @@ The memory of such a tensor is a map of a file. So the tensor itself is always t
 reads or writes it: `state_dict`, an evaluation, an average of weights. A step does not go through
 the map: it reads what it uses into planned memory by `preadv`, and writes what it has changed back
 by `pwrite`, so that a failing disk is an error that can be raised. The system keeps both in step,
-and takes the memory of the map back when it needs it.
+and takes the memory of the map back when it needs it. In a forked process the maps are private: it
+sees its parent's files, and what it writes there is its own.
 
 Each of these calls copies before it returns, or begins a copy beside the step (`is_beside`). Then
 `Arrived` waits for what was read before its first use, and `Left` for what was written before its
@@ -14,6 +15,7 @@ memory is used again.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -32,6 +34,8 @@ from roam.program import copies
 from roam.program.tier import aligned, read, write
 from roam.torch_compat.private import TENSOR_DATA, c_pointer, storage_uses
 
+_MAP_FIXED = 0x10
+"""`MAP_FIXED` of Linux and macOS, which Python does not name."""
 _chunks: weakref.WeakValueDictionary[int, _Chunk] = weakref.WeakValueDictionary()
 """All maps of the process, by their addresses."""
 
@@ -42,6 +46,7 @@ class _Chunk(mmap.mmap):
     descriptor: int
     address: int
     process: int
+    is_private: bool
 
     def store(self, tensor: torch.Tensor, offset_bytes: int) -> None:
         """Writes the bytes of a tensor that fills its storage."""
@@ -87,8 +92,8 @@ class Pages:
         that holds a tensor finds it there.
 
         Raises:
-            ExecutionError: there is no room on the disk, or something else has the same memory.
-                Nothing has been changed.
+            ExecutionError: there is no room on the disk, or it fails, or something else has the
+                same memory. No value has changed.
         """
         left = [(name, tensor) for name, tensor in tensors if not is_paged(tensor)]
         for name, tensor in left:
@@ -100,8 +105,15 @@ class Pages:
                     code="offload_shared",
                 )
         self.reserve(sum(aligned(one.numel() * one.itemsize) for _, one in left))
-        for _, tensor in left:
-            TENSOR_DATA.__set__(tensor, self.keep(TENSOR_DATA.__get__(tensor)))
+        for name, tensor in left:
+            try:
+                TENSOR_DATA.__set__(tensor, self.keep(TENSOR_DATA.__get__(tensor)))
+            except OSError as error:
+                raise ExecutionError(
+                    f"{name} cannot be written to a file in {self.folder}: {error}. No value has "
+                    "changed. Free room there, or pass another folder (offload=)",
+                    code="offload_room",
+                ) from error.with_traceback(None)  # its frames hold the tensor's memory
 
     def _chunk(self, size_bytes: int) -> _Chunk:
         try:
@@ -121,7 +133,7 @@ class Pages:
                 code="offload_room",
             ) from error
         weakref.finalize(chunk, os.close, descriptor)
-        chunk.descriptor, chunk.process = descriptor, os.getpid()
+        chunk.descriptor, chunk.process, chunk.is_private = descriptor, os.getpid(), False
         chunk.address = torch.frombuffer(chunk, dtype=torch.uint8).data_ptr()
         _chunks[chunk.address] = chunk
         return chunk
@@ -141,7 +153,10 @@ def take_out(tensor: torch.Tensor, name: str) -> None:
     inner = TENSOR_DATA.__get__(tensor)
     moved = torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype)
     try:
-        chunk.load(moved, offset_bytes)
+        if chunk.is_private:
+            moved.copy_(inner)
+        else:
+            chunk.load(moved, offset_bytes)
     except OSError as error:
         raise ExecutionError(
             f"{name} cannot be read from its file: {error}. It stays there; save what can be read",
@@ -151,8 +166,8 @@ def take_out(tensor: torch.Tensor, name: str) -> None:
 
 
 def is_paged(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a file of this process. A forked process changes no tensors that its
-    parent has.
+    """Whether a tensor lies in a file of this process, and not in one of the process that has
+    forked it.
     """
     place = _place_of(tensor)
     return place is not None and place[0].process == os.getpid()
@@ -194,6 +209,28 @@ def _tensor(chunk: _Chunk, offset_bytes: int, like: torch.Tensor) -> torch.Tenso
     # A view would hold the tensor that it is a view of, and so a second time the memory.
     made = torch.empty(0, dtype=like.dtype)
     return made.set_(whole.untyped_storage(), 0, like.shape, like.stride())
+
+
+def _part() -> None:
+    """In a forked process: makes its maps private. If the system gives it no such maps, it may only
+    read them, and a write ends it.
+    """
+    for chunk in list(_chunks.values()):
+        if chunk.is_private:  # that process's own parent was forked, and may have changed it
+            continue
+        chunk.is_private = True
+        system = ctypes.CDLL(None)
+        system.mmap.restype = ctypes.c_void_p
+        range_ = ctypes.c_void_p(chunk.address), ctypes.c_size_t(len(chunk))
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = system.mmap(*range_, access, flags, chunk.descriptor, ctypes.c_long(0))
+        if found != chunk.address:
+            system.mprotect(*range_, mmap.PROT_READ)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_part)
 
 
 def _do(is_beside: bool, tensor: torch.Tensor, work: copies.Work) -> None:

@@ -41,10 +41,16 @@ def aligned(size_bytes: int) -> int:
 
 
 def write(descriptor: int, tensor: torch.Tensor, offset_bytes: int) -> None:
-    """Writes the bytes of a tensor that fills its storage to a file."""
+    """Writes the bytes of a tensor that fills its storage to a file.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     left = _bytes_of(tensor)
     while left:
         done = os.pwrite(descriptor, left[:_MOST_AT_ONCE], offset_bytes)
+        if not done:
+            raise OSError("the disk of offloaded tensors takes no more bytes")
         left, offset_bytes = left[done:], offset_bytes + done
 
 
@@ -52,7 +58,7 @@ def read(descriptor: int, tensor: torch.Tensor, offset_bytes: int) -> None:
     """Reads the bytes of a tensor that fills its storage from a file.
 
     Raises:
-        OSError: the file is too short.
+        OSError: they cannot be read, or the file is too short.
     """
     left = _bytes_of(tensor)
     while left:

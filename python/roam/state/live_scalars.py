@@ -304,16 +304,6 @@ def _text(function: Callable[..., str]) -> Callable[..., str]:
     return method
 
 
-def _plain(kind: type) -> Callable[..., Any]:
-    """A method that gives a plain number: one in its place, in what the step prints."""
-
-    def method(self: Any) -> Any:
-        mark = self.node.trace.number_in_text(self, kind)
-        return kind(self.node._value()) if mark is None else mark
-
-    return method
-
-
 def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
         if any(isinstance(other, _OTHERS) for other in others):
@@ -395,11 +385,9 @@ _ARITHMETIC: dict[str, Any] = {
     **{
         f"__{name}__": _of_value(function)
         for name, function in {
-            "index": operator.index, "hash": hash,
+            "index": operator.index, "hash": hash, "float": float, "int": int,
         }.items()
     },
-    "__float__": _plain(float),
-    "__int__": _plain(int),
     **{f"__{function.__name__}__": _integer(function) for function in ROUNDING},
     "__round__": _rounded,
     **{f"__{function.__name__}__": _text(function) for function in (repr, str, format)},
@@ -549,11 +537,7 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
 
 def _made_tensor(
-    trace: TraceContext,
-    data: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
+    trace: TraceContext, data: Any, *, dtype: torch.dtype | None = None, device: Any = None
 ) -> torch.Tensor | None:
     """A new tensor of numbers of which some are live, or tensors without dimensions, in lists of
     equal lengths; None for other data.

@@ -111,6 +111,8 @@ class Symbols:
         self._by_ratio: dict[tuple[int, ...], dict[Expression, int]] = {}
         """Integers by their values, divided by what these have in common, which stands beside
         them."""
+        self._equal: set[tuple[Expression, ...]] = set()
+        """Integers of the same values that are equal everywhere."""
         self.symbols = {name: self._symbol(name) for name in values}
 
     def _symbol(self, name: str) -> Expression:
@@ -280,12 +282,11 @@ class Symbols:
             for found, by in alike.items()
             if shared % by == 0
         ]
-        if len(candidates) > 1:
+        if len(candidates) > 1 and tuple(candidates) not in self._equal:
             point = self._difference(candidates)
             if point is not None:
                 raise Unclear(point)
-            for found in list(alike)[1:]:  # they are equal everywhere
-                del alike[found]
+            self._equal.add(tuple(candidates))
         return candidates[0] if candidates else self._fitted(values)
 
     def _difference(self, candidates: Sequence[Expression]) -> dict[str, int] | None:

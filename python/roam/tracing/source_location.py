@@ -228,14 +228,6 @@ def is_torch_file(file: str) -> bool:
     return file.startswith(_TORCH)
 
 
-def user_place() -> tuple[str, int]:
-    """File and line of the user's code that is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_code(frame.f_code):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
 def is_run_by(folder: str) -> bool:
     """Whether code of a folder is running now."""
     frame: FrameType | None = sys._getframe(1)

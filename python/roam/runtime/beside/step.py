@@ -35,7 +35,7 @@ from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
-    "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
+    "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity",
 ))  # fmt: skip
