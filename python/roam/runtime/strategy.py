@@ -99,6 +99,9 @@ _PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
+_SMALL = 64
+"""Tensors that are so many times smaller than the largest one exist whole: without them chains of
+operators would be as long as the step."""
 _MOST_MISSES = 2
 """After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
 _LITTLE = 0.1
@@ -452,8 +455,8 @@ def _continued(error: PlanError, more: str) -> PlanError:
         position=error.position,
         source=error.source,
     )
-    if error.least_bytes is not None:
-        result.least_bytes = error.least_bytes
+    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
+    result.tiles_floor_bytes = error.tiles_floor_bytes
     return result
 
 
@@ -494,6 +497,8 @@ class _Chooser:
         """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
+        self._tiles_floors: list[int] = []
+        """What plans with tiles that were tried take at least."""
         self._tiled_bytes: list[int] = []
         """What plans within a limit that is too small take with tiles that were tried, or what they
         take at least."""
@@ -591,6 +596,7 @@ class _Chooser:
         best: Choice | None = None
         failure: PlanError | None = None
         self._tiled_bytes.clear()
+        self._tiles_floors.clear()
         try:
             best = self._whole_within(limit_bytes)
         except PlanError as error:
@@ -618,6 +624,7 @@ class _Chooser:
             failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
         )
         refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
+        refusal.tiles_floor_bytes = min(self._tiles_floors, default=None)
         raise refusal
 
     @property
@@ -635,7 +642,8 @@ class _Chooser:
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
-        for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
+        levels = sorted((size for size in set(sizes.values()) if size * _SMALL > most), reverse=True)
+        for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
                 refused = other_blocks(program, gone, device)
@@ -645,6 +653,7 @@ class _Chooser:
             total_bytes, parts = estimates[-1]
             if total_bytes > limit_bytes:  # operators have to run again
                 total_bytes = self._least_with(program, gone, most // parts, refused)
+                self._tiles_floors.append(total_bytes)
                 if total_bytes > limit_bytes:
                     self._tiled_bytes.append(total_bytes)
                     if total_bytes > _WORTH_TILES * reached_bytes:
@@ -1148,6 +1157,8 @@ class _Chooser:
             )
             if error.least_bytes is not None:
                 refusal.least_bytes = error.least_bytes + best.checks_bytes
+                if code == "memory_floor":
+                    refusal.floor_bytes = refusal.least_bytes
             raise refusal from None
         again = plan.recomputation
         call_ns, moves = graph.times_ns, lowering.moves
