@@ -642,7 +642,9 @@ class _Chooser:
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
-        levels = sorted((size for size in set(sizes.values()) if size * _SMALL > most), reverse=True)
+        levels = sorted(
+            (size for size in set(sizes.values()) if size * _SMALL > most), reverse=True
+        )
         for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
