@@ -504,6 +504,30 @@ def test_padded_chunks_of_texts_need_no_other_plan() -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 13, 40), in_padded_chunks)._captures) == 2
 
 
+def in_halves(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    left, right = net(ids).chunk(2, 1)
+    return left.softmax(1).square().mean() + right.var()
+
+
+def by_eights(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(net(ids), (0, 0, 0, -ids.shape[1] % 8))
+    losses = [
+        wide[:, 8 * place : 8 * place + 8].softmax(1).square().mean()
+        for place in range(wide.shape[1] // 8)
+    ]
+    return torch.stack(losses).sum() + sum(part.square().mean() for part in wide.split(8, 1))
+
+
+def test_a_number_that_is_the_same_for_all_sizes_needs_no_other_plan() -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 10, 7, 13), in_halves)._captures) == 2
+
+
+def test_each_number_of_chunks_has_one_plan() -> None:
+    step = run_both(lengths(18, 20, 23, 17, 30, 27, 25, 19, 31, 24, 29), by_eights)
+    assert len(step._captures) <= 1 + 2
+    assert step._known.traces <= 2 + 3 + 3
+
+
 def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
     length = ids.shape[1]
     sign = (-1) ** length if length / 2 < math.inf else math.inf
@@ -839,7 +863,7 @@ def by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def by_longest_itself(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
-    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"] // 8)]
+    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"])]
     return by_longest(net, batch) + sum(losses)
 
 
