@@ -34,7 +34,7 @@ from paged_training import (
 )  # fmt: skip
 from roam.program import paging
 from roam.program.pages import Pages, is_movable, is_paged
-from roam.runtime import available
+from roam.runtime import available, strategy
 from training import assert_same_bits
 
 STEPS = {
@@ -190,6 +190,45 @@ def accumulating(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return total
+
+
+def many_samples(step: Any) -> list[torch.Tensor]:
+    """So many that activations take several times what parameters do."""
+    made, generator = perceptron(), torch.Generator().manual_seed(1)
+    losses = [step(*made, *batch(generator, 64)).clone() for _ in range(4)]
+    return [*losses, *bits(*made)]
+
+
+@pytest.mark.parametrize("share", [1.3, 2.2])
+def test_activations_move_where_files_of_parameters_are_not_enough(
+    share: float, tmp_path: Path
+) -> None:
+    step = paged(tmp_path, memory=int(share * limit()))
+    assert_same_bits(many_samples(clipped), many_samples(step))
+    memory = step.memory()
+    assert memory.extra_runs + memory.offloaded_tensors > 0
+    assert memory.read_bytes
+
+
+def test_what_has_room_stays_in_memory_where_operators_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is moved then than where all that can lies in files."""
+    monkeypatch.setattr(strategy, "offerings", lambda *_: iter(()))
+    monkeypatch.setattr(strategy._Paging, "overlapped", lambda self, choice, _: choice)
+    expected = many_samples(clipped)
+
+    def moved_bytes() -> int:
+        step = paged(tmp_path, memory=int(2.2 * limit()))
+        assert_same_bits(expected, many_samples(step))
+        memory = step.memory()
+        assert memory.extra_runs > 0
+        assert memory.run_bytes <= 2.2 * limit()
+        return sum((*memory.read_bytes.values(), *memory.written_bytes.values()))
+
+    fewer = moved_bytes()
+    monkeypatch.setattr(strategy._Chooser, "_resident_again", lambda *_: None)
+    assert fewer < moved_bytes()
 
 
 def test_batches_are_accumulated_in_a_step(tmp_path: Path) -> None:

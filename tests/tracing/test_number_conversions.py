@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from roam.errors import CaptureError
-from roam.runtime.beside.placeholders import is_possible
 from training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +66,7 @@ class Run:
 
 
 @pytest.mark.auto
-@pytest.mark.skipif(not is_possible(), reason="it needs PyTorch 2.15")
+@needs_2_15
 def test_numbers_are_those_of_the_call() -> None:
     eager, beside = Run(lambda step: step), Run(lambda step: roam.compile(step, poison=True))
     assert_same_bits(eager.steps(), beside.steps())
@@ -83,6 +83,22 @@ def test_without_it_they_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"write x\.item\(\) for float\(x\)") as caught:
         Run(roam.compile).steps()
     assert caught.value.code == "value_reached_python"
+
+
+@pytest.mark.auto
+@needs_2_15
+def test_a_float_of_a_count_needs_no_plan_for_each_value() -> None:
+    count = torch.tensor(0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * (1 / float(count))
+
+    planned = roam.compile(step)
+    for number in range(1, 7):
+        assert torch.equal(planned(torch.ones(2)), torch.ones(2) * (1 / number))
+    assert planned.runs_beside
+    assert len(planned.plans) == 1
 
 
 def test_an_integer_of_the_batch_is_a_size() -> None:

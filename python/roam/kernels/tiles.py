@@ -353,12 +353,24 @@ class _Trial:
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 
     def _value(self, slot: int) -> Tensor:
+        """Values of a tensor, of which elements may lie in one place, as those of a view that
+        repeats them.
+        """
+        meta = self.found.slots[slot]
+        assert meta is not None
+        once = [
+            min(size, 1) if step == 0 else size
+            for size, step in zip(meta.shape, meta.stride, strict=True)
+        ]
+        made = torch.empty_strided(once, meta.stride, dtype=meta.dtype, device=self.device)
+        return self._filled(slot, made).expand(meta.shape)
+
+    def _filled(self, slot: int, made: Tensor) -> Tensor:
         """Values of the kinds that kernels treat apart: ordinary ones, zeros, denormal and large
         ones; labels and indices of all sizes, some of them ignored.
         """
         meta = self.found.slots[slot]
         assert meta is not None
-        made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
         if meta.dtype == torch.bool:
             return made.random_(0, 2, generator=self.generator)
         if not (meta.dtype.is_floating_point or meta.dtype.is_complex):

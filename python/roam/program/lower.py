@@ -139,6 +139,9 @@ class Lowering:
         """
         self.paged: Pages | None = None
         """The files that tensors lie in before and after the step; None if none does."""
+        self.unpaged: Lowering | None = None
+        """What calls that read and write files were put into; None if there are none, or if others
+        were put in afterwards."""
         self._sequence: Sequence[int] = range(len(program.calls))
         self._is_again: Sequence[bool] = [False] * len(program.calls)
         self._sizes = [
@@ -301,7 +304,7 @@ class Lowering:
         """
         found = with_pages(self.program, chosen, pages)
         result = self._with_more(found.program, found.calls, placed)
-        result.paged = pages
+        result.paged, result.unpaged = pages, self
         result._times |= {
             index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }

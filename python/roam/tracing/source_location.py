@@ -207,9 +207,13 @@ class Frames:
 @contextmanager
 def calls_seen(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """In the block, a function is told of each call and return in this thread, as
-    `sys.setprofile` has it, and the profiler that is there already is told after it.
+    `sys.setprofile` has it, and the profiler that is there already is told after it. Where that is
+    written in C, as cProfile, nothing else can be told.
     """
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):
+        yield
+        return
 
     def hook(frame: FrameType, event: Any, arg: Any) -> None:
         see(frame, event, arg)
@@ -217,6 +221,20 @@ def calls_seen(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
             before(frame, event, arg)
 
     sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def calls_unseen() -> Iterator[None]:
+    """In the block, nobody is told of calls in this thread."""
+    before: Any = sys.getprofile()
+    if not callable(before):
+        yield
+        return
+    sys.setprofile(None)
     try:
         yield
     finally:

@@ -146,6 +146,9 @@ def stand_ins_placed(
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    def as_float(tensor: Any) -> float:
+        return float(tensor.item())  # C++ would ask for the number as for an integer
+
     plain_numpy = torch.Tensor.numpy
 
     def numpy(tensor: Any, **options: Any) -> Any:
@@ -225,6 +228,7 @@ def stand_ins_placed(
 
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
+        replace(torch.Tensor, "__float__", as_float)
         replace(torch.Tensor, "numpy", numpy)
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
