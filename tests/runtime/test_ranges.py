@@ -212,6 +212,37 @@ def test_lengths_of_two_arguments_are_planned_for_together() -> None:
     assert len(sizes_of(step)[0].corners) == 1
 
 
+def test_sizes_that_are_equal_where_they_are_planned_for_may_differ() -> None:
+    """There is room for 79 of each: 38 and 37 are doubled, up to the next prime."""
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader(positions=128)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(
+            one: torch.Tensor, other: torch.Tensor, net: Any = net, optimizer: Any = optimizer
+        ) -> Any:
+            optimizer.zero_grad()
+            total = torch.arange(one.shape[1]).sum() - torch.arange(other.shape[1]).sum()
+            loss = (net(one).mean() - net(other).var()) * total
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train)
+        losses = [
+            function(ids_of(5, one), ids_of(5, other))
+            for one, other in ((35, 21), (38, 37), (30, 36), (9, 9))
+        ]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    assert sizes_of(step)[0].largest() == (79, 79)
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2
