@@ -189,6 +189,31 @@ _CAUSAL: dict[str, dict[str, Any]] = {
     "Persimmon": {},
     "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "expand": 2, "chunk_size": 8},
     "RecurrentGemma": {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 16},
+    "Gemma3": {
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "SmolLM3": {"num_key_value_heads": 2},
+    "Olmo3": {"num_key_value_heads": 2, "sliding_window": 16},
+    "Qwen3Moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "Lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "FalconH1": {"num_key_value_heads": 2, "head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "Ernie4_5": {"num_key_value_heads": 2, "head_dim": 8},
+    "Exaone4": {"num_key_value_heads": 2, "sliding_window": 16, "sliding_window_pattern": 2},
+    "Glm4": {"num_key_value_heads": 2, "head_dim": 8},
+    "Helium": {"num_key_value_heads": 2, "head_dim": 8},
+    "Arcee": {"num_key_value_heads": 2},
+    "SeedOss": {"num_key_value_heads": 2, "head_dim": 8},
+    "Apertus": {"num_key_value_heads": 2},
+    "Ministral": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16},
+    "BitNet": {"num_key_value_heads": 2},
+    "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 16},
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1,
+    },
     "BioGpt": {},
     "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
 }  # fmt: skip
@@ -218,6 +243,8 @@ _MASKED: dict[str, dict[str, Any]] = {
     "Nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
     "Longformer": {"attention_window": 8},
     "BigBird": {"block_size": 4},
+    "NomicBert": {},
+    "EuroBert": {"num_key_value_heads": 4},
     "ModernBert": {"global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
 }
 _SEQ2SEQ: dict[str, dict[str, Any]] = {
@@ -287,7 +314,8 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
     import transformers
 
     def model_of(name: str, head: str, config: dict[str, Any]) -> torch.nn.Module:
-        settings = getattr(transformers, f"{name}Config")(**config)
+        named = {"Gemma3": "Gemma3Text"}.get(name, name)  # the other is of images, too
+        settings = getattr(transformers, f"{named}Config")(**config)
         settings.use_cache = False
         model: torch.nn.Module = getattr(transformers, f"{name}{head}")(settings)
         return model

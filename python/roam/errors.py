@@ -81,16 +81,10 @@ class CaptureError(RoamError):
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
         settles: how many calls in a row the user's own function may run until the step can be
             captured, like a step that sets something up at its first calls; 0 if it never can.
-        is_unusual: whether only unusual values, such as more bins than a histogram asks for, cannot
-            be captured. For such a call the user's own function may run.
-        blames_answer: whether the error comes right after an answer that was guessed for a check
-            of PyTorch's own. A trace with the other answer may not raise it.
     """
 
     path: str | None = None
     settles: int = 0
-    is_unusual: bool = False
-    blames_answer: bool = False
 
 
 class PlanError(RoamError):
@@ -99,9 +93,14 @@ class PlanError(RoamError):
     Attributes:
         least_bytes: where a memory limit is refused, the least limit that may be enough: the floor,
             or what the smallest plan takes that was found. None if neither is known.
+        floor_bytes: where a memory limit is refused, what no plan of whole operators takes less
+            than, if that is proved.
+        tiles_floor_bytes: what no plan takes less than with the tiles that were tried.
     """
 
     least_bytes: int | None = None
+    floor_bytes: int | None = None
+    tiles_floor_bytes: int | None = None
 
 
 class LayoutError(RoamError, ValueError):

@@ -359,13 +359,14 @@ class _Tuples(_Odd):
             self.state[parameter]["history"] = (torch.ones(1),)
 
 
-class _Adding(torch.optim.SGD):
-    """Adds an entry to its groups that hangs on data."""
+def _parted(my: _My, loss: torch.Tensor) -> None:
+    my.first = my.first + loss.detach()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        group = self.param_groups[0]
-        group["norm"] = group["params"][0].norm().item()
+
+def _parting() -> Any:
+    my = _My()
+    my.first = my.second = torch.zeros(())
+    return roam.capture(my.step(lambda my, loss: (my.second, _parted(my, loss))), my.batch)
 
 
 def _behind_a_view() -> Any:
@@ -535,7 +536,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         lambda my: _replace(my, "optimizer", _Asking(my.model.parameters(), 0.1))
     ),
     "unknown_tensor": _from_elsewhere,
-    "unsettled": _given(lambda my: _replace(my, "optimizer", _Adding(my.model.parameters(), 0.1))),
+    "unsettled": _parting,
     "unstable": _unlike_itself,
     "value_reached_python": _between(lambda my, loss: hash(loss.item()) and loss.sin()),
     "wrapped_place": _behind_a_view,

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 import roam
+from newer import needs_2_15
 from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
@@ -428,6 +429,8 @@ class TestBranches:
         # plan more.
         assert self.plans(lambda model: Warm(model.parameters()))[-1] >= 3
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_a_weight_that_decides(self) -> None:
         class Trusting(torch.optim.SGD):
             @torch.no_grad()
@@ -722,16 +725,16 @@ def reload(optimizer: Any, place: int) -> None:
 
 
 class TestEntriesOfGroups:
-    """What a step adds to its groups is there from the second call on, which then is captured."""
+    """A call in which a step adds to its groups runs as it is, and the next is captured."""
 
     @pytest.mark.parametrize("count", [lambda: 0, lambda: 0.0, lambda: torch.zeros(())])
     def test_a_count_of_the_group(self, count: Callable[[], Any]) -> None:
         step = check(lambda model: Counting(model.parameters(), count), steps=8, between=reload)
-        assert len(step.plans) == 2
+        assert len(step.plans) <= 2
 
     def test_numbers_from_weights_and_data(self) -> None:
         step = check(lambda model: Estimating(model.parameters()), steps=8, between=reload)
-        assert len(step.plans) == 2
+        assert len(step.plans) <= 2
 
     def test_the_steady_step_needs_the_first(self) -> None:
         model = Net()
@@ -742,12 +745,12 @@ class TestEntriesOfGroups:
             torch.randint(0, 8, (5,)),
         )
         groups = copy.deepcopy(arguments[1].param_groups)
-        with pytest.raises(
-            roam.CaptureError, match=r"makes optimizer.param_groups\[0\]\['size'\]|\['step'\]"
-        ):
+        with pytest.raises(roam.CaptureError, match="call it once first") as caught:
             roam.capture(train_step, *arguments)
-        assert roam.capture(train_step, *arguments, step="first").num_operators > 10
+        assert caught.value.code == "moved"
         assert groups[0].keys() == arguments[1].param_groups[0].keys()
+        train_step(*arguments)
+        assert roam.capture(train_step, *arguments).num_operators > 10
 
     def test_gradients_that_the_second_step_adds_to(self) -> None:
         def script(wrap: Callable[[Any], Any]) -> list[Any]:

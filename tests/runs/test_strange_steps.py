@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -220,7 +221,11 @@ def _frozen_statistics() -> Built:
     return step, (normal, model, optimizer)
 
 
-STEPS = (_equilibrium, _adjoint, _factors, _sampler, _damped, _balanced, _frozen_statistics)
+STEPS = (_adjoint, _factors, _sampler, _damped, _balanced, _frozen_statistics)
+
+
+BESIDE = (_equilibrium,)
+"""Those that decide by values how long they run."""
 
 
 def leaves(build: Callable[[], Built], *, sizes: bool, planned: bool) -> list[Any]:
@@ -244,4 +249,13 @@ def leaves(build: Callable[[], Built], *, sizes: bool, planned: bool) -> list[An
 def test_a_plan_leaves_what_eager_leaves(build: Callable[[], Built], sizes: bool) -> None:
     assert_same_bits(
         leaves(build, sizes=sizes, planned=False), leaves(build, sizes=sizes, planned=True)
+    )
+
+
+@pytest.mark.auto
+@needs_2_15
+@pytest.mark.parametrize("build", BESIDE)
+def test_a_step_beside_plans_leaves_what_eager_leaves(build: Callable[[], Built]) -> None:
+    assert_same_bits(
+        leaves(build, sizes=False, planned=False), leaves(build, sizes=False, planned=True)
     )

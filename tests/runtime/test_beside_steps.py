@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import roam
+from newer import needs_2_15
 from roam.runtime.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -283,6 +284,8 @@ def test_quantized_tensors_are_refused() -> None:
 @pytest.mark.parametrize("use", [
     lambda number: np.isnan(number.item()), lambda number: np.isfinite(number.detach()),
 ])  # fmt: skip
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.filterwarnings("ignore:__array_wrap__")
 def test_numpys_answers_are_of_its_kind(use: Any) -> None:
     net = nn.Linear(4, 2)

@@ -4,6 +4,7 @@ nobody else."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_another_environment_finds_out_for_itself(
         monkeypatch.undo()
         kept._software.cache_clear()
         kept._hardware.cache_clear()
+
+
+def test_other_rules_find_out_for_themselves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A line more in a file that decides about tiles is enough."""
+    retain("cuts", {"mm": 0}, CPU)
+    shutil.copytree(kept.program.__path__[0], tmp_path / "program")
+    with (tmp_path / "program" / "tiling.py").open("a") as file:
+        file.write("# changed\n")
+    with monkeypatch.context() as patched:
+        kept._code.cache_clear()
+        patched.setattr(kept.program, "__path__", [str(tmp_path / "program")])
+        assert recall("cuts", ["mm"], CPU) == {}
+    kept._code.cache_clear()
+    assert recall("cuts", ["mm"], CPU) == {"mm": 0}
 
 
 @pytest.mark.parametrize(

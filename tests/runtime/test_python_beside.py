@@ -656,11 +656,8 @@ def test_a_budget_holds_where_a_value_is_asked_for(asks: bool, leaves_at: int | 
 def test_a_budget_that_no_plan_keeps_to_is_refused_before_the_call() -> None:
     _, step = deep(asks=True)
     compiled = roam.compile(step, python="beside", memory=1000)
-    x = torch.randn(16, 64)
-    first, *_, last = [compiled(x) for _ in range(3)]
-    assert first != last
     with pytest.raises(roam.PlanError) as caught:
-        compiled(x)
+        compiled(torch.randn(16, 64))
     assert caught.value.code == "memory_floor"
 
 

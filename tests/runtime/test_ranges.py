@@ -285,6 +285,58 @@ def test_a_later_size_of_a_range_takes_one_trace() -> None:
     assert step._known.traces == before + 1
 
 
+def test_micro_batches_of_changing_lengths_take_few_traces() -> None:
+    """The optimizer's state is there from the second update on, and gradients from the second
+    micro-batch on, which changes neither what a micro-batch does nor what the last one does.
+    """
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(
+            ids: torch.Tensor, is_last: bool, net: Any = net, optimizer: Any = optimizer
+        ) -> Any:
+            loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train, keep_grads=True)
+        losses = [
+            function(ids_of(2, length), place % 2 == 1)
+            for place, length in enumerate((9, 14, 11, 8, 16, 7, 10, 13, 9, 12))
+        ]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    assert len(step._captures) == 4
+    assert step._known.traces <= 3 + 6 + 2 + 2
+
+
+def test_a_mode_that_the_step_sets_may_be_another_before_it() -> None:
+    """As after an evaluation, from which a trainer's step puts the model back."""
+    net = Reader()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        net.train()
+        return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+    step: Any = roam.compile(reading(net, optimizer, loss_of))
+    for place, length in enumerate((9, 14, 11, 8, 16, 7, 10, 13, 9, 12, 15)):
+        if place % 3 == 0:
+            net.eval()
+        step(ids_of(2, length))
+    assert [sizes is None for sizes in sizes_of(step)].count(False) == 2
+    assert len(step._captures) == 3
+
+
 def test_the_end_of_a_table_limits_the_range() -> None:
     def make() -> Reader:
         return Reader(positions=20)
@@ -404,9 +456,30 @@ def normed(net: Any, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), ids.flatten()) + mask.exp().mean()
 
 
+def reshaped_in_place(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    scores = net(ids)
+    wide = scores.sin().unsqueeze_(1).transpose_(0, 2)
+    flat = (scores * 2).detach_().swapaxes_(0, 1).squeeze_()
+    part = (scores * 3).as_strided_((ids.shape[1] // 2, 7), (50, 1), 11)
+    return wide.square().mean() + (flat * scores.transpose(0, 1)).mean() + part.mean()
+
+
+def pooled_to_one_pixel(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    images = net(ids).transpose(1, 2)[..., None].contiguous(memory_format=torch.channels_last)
+    pooled = functional.adaptive_avg_pool2d(images, 1)  # it lays the result out anew, in place
+    return functional.layer_norm(pooled.permute(0, 2, 3, 1), (50,)).square().var()
+
+
+def in_padded_chunks(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(net(ids), (0, 0, 0, (4 - ids.shape[1] % 4) % 4))
+    sums = wide.reshape(ids.shape[0], -1, 4, 50).permute(0, 3, 1, 2).cumsum(-1)
+    return torch.cat([torch.zeros_like(sums[:, :, :1]), sums], 2).square().mean()
+
+
 HABITS = [
     window, branch, halves, parity, least, over_time, by_type, by_exact_type, by_table, by_text, swallowing, chunks,
-    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed,
+    numbers, padded, rounded_up, masked, shares, functions_of_numbers, normed, reshaped_in_place, pooled_to_one_pixel,
+    in_padded_chunks,
 ]  # fmt: skip
 
 
@@ -418,11 +491,41 @@ def test_what_code_does_with_sizes_has_eagers_bits(loss_of: Callable[..., Any]) 
 
 @pytest.mark.parametrize(
     "loss_of",
-    [halves, numbers, padded, masked, shares, functions_of_numbers, normed],
+    [
+        halves, numbers, padded, masked, shares, functions_of_numbers, normed, reshaped_in_place, pooled_to_one_pixel,
+    ],
     ids=lambda one: one.__name__,
-)
+)  # fmt: skip
 def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 7, 13), loss_of)._captures) == 2
+
+
+def test_padded_chunks_of_texts_need_no_other_plan() -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 13, 40), in_padded_chunks)._captures) == 2
+
+
+def in_halves(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    left, right = net(ids).chunk(2, 1)
+    return left.softmax(1).square().mean() + right.var()
+
+
+def by_eights(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(net(ids), (0, 0, 0, -ids.shape[1] % 8))
+    losses = [
+        wide[:, 8 * place : 8 * place + 8].softmax(1).square().mean()
+        for place in range(wide.shape[1] // 8)
+    ]
+    return torch.stack(losses).sum() + sum(part.square().mean() for part in wide.split(8, 1))
+
+
+def test_a_number_that_is_the_same_for_all_sizes_needs_no_other_plan() -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 10, 7, 13), in_halves)._captures) == 2
+
+
+def test_each_number_of_chunks_has_one_plan() -> None:
+    step = run_both(lengths(18, 20, 23, 17, 30, 27, 25, 19, 31, 24, 29), by_eights)
+    assert len(step._captures) <= 1 + 2
+    assert step._known.traces <= 2 + 3 + 3
 
 
 def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -735,6 +838,103 @@ def test_a_step_that_writes_to_parts_of_a_tensor_has_a_plan_for_each_size() -> N
         outcomes.append(tensors_and_numbers(losses, wholes, net.weight.grad))
     assert_same_bits(*outcomes)
     assert all(sizes is None for sizes in sizes_of(function))
+
+
+class Packed(nn.Module):
+    """Attends within each of the texts that follow one another in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(50, 16), nn.Linear(16, 48)
+        self.out = nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        places = torch.arange(longest)
+        mask = places < (ends[1:] - ends[:-1])[:, None]
+        index = (ends[:-1, None] + places).clamp(max=ids.shape[0] - 1)
+        q, k, v = self.project(self.embed(ids))[index].chunk(3, -1)
+        x = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        scores: torch.Tensor = self.out(x * mask[..., None])
+        return scores
+
+
+def by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    return net(batch["ids"], batch["ends"], batch["longest"]).square().mean()
+
+
+def by_longest_itself(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"])]
+    return by_longest(net, batch) + sum(losses)
+
+
+def by_longest_if_even(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    loss = by_longest(net, batch)
+    return loss * 2 if batch["longest"] % 2 else loss / batch["longest"]
+
+
+def not_by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
+    return net.out(net.embed(batch["ids"])).square().mean() / batch["longest"]
+
+
+TEXTS = [(16, 3, 11), (11, 4, 9), (14, 20, 6), (20, 9, 9), (12, 12, 12), (7, 9, 8), (18, 3, 3)]
+OF_ONE_TOTAL = [(16, 4, 10), (11, 9, 10), (14, 12, 4), (20, 5, 5), (12, 9, 9), (25, 3, 2)]
+
+
+class TestNumbers:
+    """Whole numbers among the arguments that say how long texts are."""
+
+    def run(self, loss_of: Callable[..., Any], texts: list[tuple[int, ...]], **options: Any) -> Any:
+        outcomes, step = [], None
+        for is_planned in (False, True):
+            torch.manual_seed(0)
+            net = Packed()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+            def train(batch: Any, net: Any = net, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            function: Any = train
+            if is_planned:
+                function = step = roam.compile(train, **options)
+            losses = [
+                function(
+                    {
+                        "ids": ids_of(sum(lengths)),
+                        "ends": torch.tensor([0, *lengths]).cumsum(0),
+                        "longest": max(lengths),
+                    }
+                )
+                for lengths in texts
+            ]
+            outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+        assert_same_bits(*outcomes)
+        return step
+
+    def test_one_plan_holds_for_all(self) -> None:
+        step = self.run(by_longest, TEXTS, python="idle")
+        assert len(step._captures) == 2
+        assert "args[0]['longest'] 2.." in str(step.kept())
+
+    def test_they_may_change_alone(self) -> None:
+        """The second value shows that it changes, and the third what it follows from."""
+        assert len(self.run(by_longest, OF_ONE_TOTAL, python="idle")._captures) == 3
+
+    def test_a_condition_splits_the_range(self) -> None:
+        assert len(self.run(by_longest_if_even, TEXTS, python="idle")._captures) == 3
+
+    def test_one_of_which_only_its_value_is_used_makes_no_range(self) -> None:
+        step = self.run(not_by_longest, TEXTS, python="idle")
+        assert len(step._captures) == 2
+        (sizes,) = (sizes for sizes in sizes_of(step) if sizes is not None)
+        assert len(sizes.symbols.names) == 1
+
+    @pytest.mark.auto
+    def test_one_whose_value_python_needs_makes_the_step_run_beside_plans(self) -> None:
+        assert self.run(by_longest_itself, TEXTS).runs_beside
 
 
 class TestGiven:

@@ -79,6 +79,16 @@ class Net(torch.nn.Module):
         return self.head(self.dropout(x)) * self.scale * factor()
 
 
+def slots_of(reach: Any, kind: str) -> list[Any]:
+    return [slot for slot in reach.slots if slot.kind == kind]
+
+
+def loose(reach: Any) -> list[Any]:
+    """Places of tensors that no module, optimizer or argument holds too."""
+    owned = {id(slot.tensor) for slot in reach.slots if slot.kind != "loose"}
+    return [slot for slot in slots_of(reach, "loose") if id(slot.tensor) not in owned]
+
+
 def factor() -> float:
     return ALPHA
 
@@ -140,10 +150,10 @@ def test_reach_lists_what_a_step_uses_with_readable_paths() -> None:
     assert reach.schedulers == [("closure scheduler", scheduler)]
     assert reach.scalers == [("closure scaler", scaler)]
     assert reach.generators == [("closure generator", generator)]
-    assert {slot.path for slot in reach.parameters} == {f"model.{name}" for name in (
+    assert {slot.path for slot in slots_of(reach, "parameter")} == {f"model.{name}" for name in (
         "blocks[0].weight", "blocks[0].bias", "blocks[1].weight", "blocks[1].bias", "head.weight", "head.bias")}  # fmt: skip
-    assert len(reach.buffers) == 3
-    assert {slot.path for slot in reach.tensors} == {"closure history[0]", "global SHARED"}
+    assert len(slots_of(reach, "buffer")) == 3
+    assert {slot.path for slot in loose(reach)} == {"closure history[0]", "global SHARED"}
     assert [slot.path for slot in reach.slots if slot.kind == "argument"] == ["batch[0]['x']"]
 
 
@@ -152,7 +162,7 @@ def test_slots_read_and_write_their_place() -> None:
         mask=torch.ones(2), parts=[torch.ones(3)], fixed=(torch.ones(4),)
     )
     reach = reach_of(lambda: holder)
-    slots = {slot.path: slot for slot in reach.tensors}
+    slots = {slot.path: slot for slot in loose(reach)}
     for path, read in {
         "closure holder.mask": lambda: holder.mask,
         "closure holder.parts[0]": lambda: holder.parts[0],
@@ -180,7 +190,7 @@ def test_tied_weights_are_found_at_each_of_their_places() -> None:
         {"wte": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)}
     )
     model["head"].weight = model["wte"].weight
-    slots = reach_of(lambda: model).parameters
+    slots = slots_of(reach_of(lambda: model), "parameter")
     assert [slot.path for slot in slots] == [
         "closure model.wte.weight",
         "closure model.head.weight",
@@ -725,7 +735,7 @@ def test_functions_behind_descriptors_and_caches_are_entered(
 
     schedule = Schedule()
     reach = reach_of(lambda: (schedule, flagged))
-    assert [slot.path for slot in reach.tensors] == ["global SHARED"]
+    assert [slot.path for slot in loose(reach)] == ["global SHARED"]
     guards = Guards(reach)
     for name in ("ALPHA", "LIMITS", "FLAG"):
         monkeypatch.setitem(globals(), name, 0)

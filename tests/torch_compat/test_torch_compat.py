@@ -30,7 +30,6 @@ import roam
 from newer import needs_2_15
 from roam.torch_compat import patches, private
 from roam.torch_compat.patches import PATCHES, Patch, Unlisted, replaced, resolved
-from roam.tracing.stand_ins.function_stand_ins import is_tracing
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "roam"
@@ -1984,27 +1983,6 @@ def test_nothing_is_left_of_a_trace(
     assert dict(vars(Model)) == classes
     assert vars(scheduler).keys() == instances.keys()
     assert globals().keys() == names.keys()
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_nothing_is_left_of_a_run_that_is_watched(
-    error: type[BaseException], during: list[set[str]]
-) -> None:
-    before = everything()
-    observe: Callable[[], None] = OBSERVER["observe"]
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        if torch.rand(2).sum() < 0:
-            return x * 2
-        if not is_tracing():
-            observe()
-            raise error
-        return x
-
-    with pytest.raises(error):
-        roam.compile(step)(torch.ones(2))
-    assert "torch.Tensor.__bool__" in during[0]
-    assert everything() == before
 
 
 # -- nobody else

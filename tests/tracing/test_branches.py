@@ -1,8 +1,9 @@
-"""Branches on values that a step computes: the way that eager PyTorch goes, by plan."""
+"""Branches on values that a step computes: refused by a plan alone, and eager PyTorch's bits beside
+plans, one for each way.
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
@@ -13,8 +14,7 @@ import pytest
 import torch
 
 import roam
-from roam.runtime.compile import Step
-from roam.tracing.numbers import branch_answers
+from newer import needs_2_15
 from roam.tracing.recording import recorder
 from roam.tracing.stand_ins.function_stand_ins import is_tracing
 from training import assert_same_bits, tensors_and_numbers
@@ -138,35 +138,15 @@ def train(
 
 
 class Compiled:
-    """`roam.compile` that keeps the steps that it made, and counts how often the user's function
-    ran for real."""
+    """`roam.compile` that keeps the steps that it made."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None, **options: Any) -> None:
-        self.before = before
+    def __init__(self, **options: Any) -> None:
         self.options = options
         self.steps: list[Any] = []
-        self.eager_runs = 0
 
     def __call__(self, function: Any) -> Any:
-        @functools.wraps(function)
-        def counted(*args: Any) -> Any:
-            if not is_tracing():
-                self.eager_runs += 1
-                self.before()
-            return function(*args)
-
-        self.steps.append(roam.compile(counted, **self.options))
+        self.steps.append(roam.compile(function, **self.options))
         return self.steps[-1]
-
-    @property
-    def answers(self) -> set[tuple[bool, ...]]:
-        """Those that plans are kept for."""
-        return {
-            runner._answers
-            for step in self.steps
-            for captured in step._captures
-            for runner in captured.runners
-        }
 
 
 def by_optimizer(
@@ -185,6 +165,8 @@ def by_optimizer(
     return step
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.sweep
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("update", UPDATES)
@@ -196,9 +178,7 @@ def test_optimizers_that_branch_on_values_give_eagers_bits(
     assert_same_bits(
         *(train(wrap, by_optimizer, batches(), **kinds) for wrap in (lambda step: step, compiled))
     )
-    assert len(compiled.answers) > 1
-    assert all(map(len, compiled.answers))
-    assert compiled.eager_runs < STEPS - 1
+    assert compiled.steps[0].runs_beside
 
 
 def adam_and_loss(
@@ -366,110 +346,39 @@ STEPS_OF_USERS = [
     clipping, parameters_left_out, ascent_first, best_kept, accumulating, by_chance, in_a_loop, with_a_scaler,
     the_other_way_raises,
 ]  # fmt: skip
+ON_RESULTS = STEPS_OF_USERS[:-1]
+"""Those that do not decide by the batch alone, for which a plan has a computed guard."""
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.parametrize("make_step", STEPS_OF_USERS)
 def test_steps_that_branch_on_values_give_eagers_bits(make_step: Callable[..., Any]) -> None:
     xs = batches(10)
     xs[6][0, 0] = math.nan
     compiled = Compiled()
     assert_same_bits(*(train(wrap, make_step, xs) for wrap in (lambda step: step, compiled)))
-    assert compiled.eager_runs < len(xs) - 1
+    assert compiled.steps[0].runs_beside == (make_step in ON_RESULTS)
 
 
-@pytest.mark.parametrize("update", [of_gradient, of_average, of_updated_weight])
-def test_a_run_that_meets_another_answer_leaves_no_mark(update: Callable[..., None]) -> None:
-    """The user's function finds all as it was before the call."""
+@pytest.mark.parametrize("make_step", ON_RESULTS)
+def test_they_are_refused_where_python_is_to_be_idle(make_step: Callable[..., Any]) -> None:
+    with pytest.raises(roam.CaptureError, match="value") as caught:
+        train(roam.compile, make_step, batches(2))
+    assert caught.value.code in ("value_reached_python", "scaler")
+    assert "test_branches.py" in str(caught.value.source)
+
+
+@pytest.mark.auto
+@needs_2_15
+def test_both_ways_of_a_branch_have_plans() -> None:
     torch.manual_seed(0)
-    net = network()
-    step = by_optimizer(net, update, adds=True)
-    (optimizer,) = (
-        cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, Own)
-    )  # type: ignore[attr-defined]
-    before: list[Any] = []
-
-    def found() -> list[Any]:
-        gradients = [p.grad for p in net.parameters()]
-        return tensors_and_numbers(
-            net.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()
-        )
-
-    compiled = Compiled(lambda: assert_same_bits(before, found()))
-    planned = compiled(step)
-    for x in batches():
-        before = found()
-        planned(x)
-    assert 1 < compiled.eager_runs < STEPS
-
-
-def test_nothing_from_before_the_step_is_changed_before_the_last_answer() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
-    planned = roam.compile(by_optimizer(net, of_weight_and_gradient))
-    for x in batches(2):
-        planned(x)
-    (captured,) = planned._captures
-    for runner in captured.runners:
-        program, order = runner._program, [int(index) for index in runner.plan.order]
-        last = max(place for place, index in enumerate(order) if program.calls[index].is_branch)
-        assert len(program.answers) >= 2
-        for index in order[:last]:
-            assert all(
-                program.storages[program.storage_of(slot)].creator >= 0
-                for slot in program.calls[index].mutates
-            )
-        assert runner.memory.program_order_bytes == runner.choice.eager_bytes
-
-
-def test_the_first_call_is_watched_and_the_second_goes_the_same_way_by_plan() -> None:
-    torch.manual_seed(0)
-    compiled = Compiled()
-    planned = compiled(clipping(network()))
-    x = batches()[1]
-    planned(x)
-    assert compiled.eager_runs == 1
-    assert not planned.plans
-    planned(x)
-    assert compiled.eager_runs == 1
-    assert compiled.answers == {(True,)}
-
-
-def test_a_plan_that_is_asked_for_first_is_for_conditions_that_do_not_hold() -> None:
-    torch.manual_seed(0)
-    compiled = Compiled()
-    planned = compiled(clipping(torch.nn.Linear(4, 2, bias=False)))
-    planned.plan(batches()[0])
-    assert compiled.answers == {(False,)}
-    planned(batches()[0] * 0.01)
-    assert compiled.eager_runs == 0
-
-
-def test_a_capture_says_what_it_takes_for_granted() -> None:
-    graph = roam.capture(clipping(network()), batches()[0], step="first")
-    notes = dict(graph.notes)
-    assert notes["checked"].startswith("1 answers to branches on values")
-    assert "test_branches.py" in notes["checked"]
-    assert "no call has shown their outcomes yet" in notes["guessed answers"]
-    names = [operator.name for operator in graph.operators]
-    assert "roam.check" in names
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_change": "eager"}, {"on_change": "raise"}, {"max_plans": 1}]
-)
-def test_no_more_plans_are_made_than_may_be(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    compiled = Compiled(**options)
-    planned = compiled(clipping(torch.nn.Linear(4, 2, bias=False)))
+    planned = roam.compile(clipping(torch.nn.Linear(4, 2, bias=False)))
     small, large = batches()[0] * 0.01, batches()[1] * 3
-    with caplog.at_level(logging.WARNING, logger="roam"):
-        for x in (small, small, *[large] * 8, small):
-            planned(x)
-    assert compiled.answers == {(False,)}
-    assert compiled.eager_runs == 9
-    assert any("torch.where" in record.getMessage() for record in caplog.records)
+    for x in [*[small] * 3, *[large] * 3, small, large]:
+        planned(x)
+    assert planned.runs_beside
+    assert len(planned.plans) == 2
 
 
 def test_a_run_that_raises_teaches_nothing() -> None:
@@ -489,25 +398,6 @@ def test_a_run_that_raises_teaches_nothing() -> None:
                     function(x)
             else:
                 assert function(x).item() == -2
-
-
-def test_a_loop_that_no_guess_ends_is_refused_where_nothing_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(branch_answers, "_MOST_GUESSES", 64)
-    weight = torch.nn.Parameter(torch.ones(()))
-
-    def step(x):
-        y = weight * x
-        is_done = False
-        while not is_done:
-            y = y * 0.5
-            is_done = bool(y < 0.1)
-        return y
-
-    with pytest.raises(roam.CaptureError) as caught:
-        roam.capture(step, torch.ones(()), step="first")
-    assert caught.value.code == "long_loop"
 
 
 def halved_while(y):
@@ -582,75 +472,30 @@ def of_loop(halved: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[]
     return step, lambda: turns
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.parametrize("halved", LOOPS)
-def test_short_loops_that_values_end_run_by_plan(halved: Callable[..., Any]) -> None:
+def test_loops_that_values_end_run_beside_plans(halved: Callable[..., Any]) -> None:
     def run(wrap: Callable[..., Any]) -> list[Any]:
         step, _ = of_loop(halved)
         run_step = wrap(step)
         return [run_step(torch.ones(2, 3) * n, torch.tensor(1.0)) for n in range(1, 5)]
 
-    planned: list[Step] = []
-
-    def compiled(step: Any) -> Step:
-        planned.append(roam.compile(step))
-        return planned[0]
-
+    compiled = Compiled()
     assert_same_bits(run(lambda step: step), run(compiled))
-    assert len(planned[0].plans) >= 1
+    assert compiled.steps[0].runs_beside
+    assert compiled.steps[0].plans
 
 
 @pytest.mark.parametrize("halved", LOOPS)
-def test_long_loops_that_values_end_are_refused_by_name(
-    halved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_where_python_is_to_be_idle_no_turn_follows_the_first_question(
+    halved: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(branch_answers, "_MANY_OPERATORS", 40)
-    step, _ = of_loop(halved)
-    planned = roam.compile(step)
-    x, scale = torch.ones(2, 3), torch.tensor(1e20)
-    planned(x, scale)
-    with pytest.raises(roam.CaptureError, match="how often the loop") as caught:
-        planned(x, scale)
-    assert caught.value.code == "long_loop"
-    line = halved.__code__.co_firstlineno
-    assert any(
-        f"test_branches.py:{place}" in str(caught.value) for place in range(line + 1, line + 5)
-    )
-
-
-def test_a_loop_over_parameters_may_ask_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branch_answers, "_MANY_OPERATORS", 40)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(20)])
-    optimizer = Own(model.parameters(), of_gradient)
-
-    def step(x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    planned = roam.compile(step)
-    for _ in range(2):
-        planned(torch.ones(2, 2))
-    assert len(planned.plans) >= 1
-
-
-def test_a_first_call_traces_no_further_than_the_first_outcome_that_nobody_knows() -> None:
-    turns = 0
-
-    def step(x):
-        nonlocal turns
-        is_done = False
-        while not is_done:
-            turns += is_tracing()
-            x = x * 0.5
-            is_done = bool(x <= 0.1)
-        return x
-
-    def counted(x):
-        return step(x)
-
-    roam.compile(counted)(torch.ones(()))
-    assert turns <= 8  # one in each trace
+    step, turns = of_loop(halved)
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(step)(torch.ones(2, 3), torch.tensor(1e20))
+    assert caught.value.code == "value_reached_python"
+    assert turns() <= 2
 
 
 def test_long_recordings_say_how_far_they_are(
@@ -675,15 +520,13 @@ def test_long_recordings_say_how_far_they_are(
     assert "test_branches.py" in told[0].getMessage()
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(
-    steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_runs_beside_plans(steps: int) -> None:
     torch.manual_seed(0)
     net = network()
     optimizer, loss_of = adam_and_loss(net)
-    own: list[Any] = []
-    monkeypatch.setattr(Step, "_own", lambda *_: own.append(1))
 
     def step(x):
         optimizer.zero_grad()
@@ -695,12 +538,13 @@ def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(
 
     found = roam.compare(step, batches()[0], steps=steps)
     assert found.equal, found
-    assert not own
 
 
+@pytest.mark.auto
+@needs_2_15
 def test_steps_that_wait_for_each_other_run_side_by_side() -> None:
-    """The first call of a step that branches runs its own function, in which it may wait for what
-    another thread does."""
+    """The first call of a step that branches is recorded while its own function runs, in which it
+    may wait for what another thread does."""
     meet, failures = threading.Barrier(2), list[BaseException]()
 
     def trains() -> None:
@@ -728,31 +572,3 @@ def test_steps_that_wait_for_each_other_run_side_by_side() -> None:
         thread.join()
     assert not failures
     assert not hasattr(torch.Tensor.item, "__wrapped__")
-
-
-@pytest.mark.parametrize("poison", [False, True])
-def test_a_run_of_wrong_guesses_shows_what_to_guess_next(poison: bool) -> None:
-    def scaled(p, gradient, average, rate, beta):
-        average.mul_(beta).add_(gradient)
-        p.sub_(average * max(0.01, p.square().mean().sqrt()) * rate)  # a branch, as in Adafactor
-
-    def parts() -> tuple[torch.nn.Module, Callable[..., Any]]:
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-        for layer in net[::2]:
-            torch.nn.init.zeros_(layer.bias)
-        return net, by_optimizer(net, scaled)
-
-    eager_net, eager = parts()
-    net, step = parts()
-    planned = roam.compile(step, memory="100%", poison=poison)
-    for x in batches(4):
-        assert_same_bits(tensors_and_numbers(planned(x)), tensors_and_numbers(eager(x)))
-    assert_same_bits(
-        tensors_and_numbers(net.state_dict()), tensors_and_numbers(eager_net.state_dict())
-    )
-    captured = planned._captures[0]
-    answers = captured.runners[-1]._answers
-    assert len(answers) == 12
-    assert 3 <= sum(answers) < 12  # no constant would have been a good guess
-    assert len(planned._captures) == 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,13 +108,6 @@ def by_numpy(net, x):
     return loss
 
 
-def by_a_limit_of_numpys(net, x):
-    loss = plain_loss(net, x)
-    if numpy.float64(1e6) < loss.item():
-        raise FloatingPointError
-    return loss
-
-
 def is_bad(loss):
     return torch.isnan(loss).any().item() or torch.isinf(loss).any().item()
 
@@ -166,7 +160,6 @@ LOSSES = [
     raised,
     left,
     by_numpy,
-    by_a_limit_of_numpys,
     by_helper,
     passed,
     of_all,
@@ -192,7 +185,7 @@ def test_checks_that_pass_are_made_by_plan(loss_of: Loss) -> None:
 
 
 @pytest.mark.parametrize("poisoned", [0, 3])
-@pytest.mark.parametrize("loss_of", [*LOSSES[:6], *LOSSES[7:]])
+@pytest.mark.parametrize("loss_of", [*LOSSES[:5], *LOSSES[6:]])
 def test_a_check_that_fails_raises_what_eager_raises_and_leaves_what_eager_leaves(
     loss_of: Loss, poisoned: int
 ) -> None:
@@ -298,6 +291,8 @@ def validated(net, x):
     return -distributions.MultivariateNormal(torch.zeros(4), covariance).log_prob(x[:, :4]).mean()
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.parametrize(
     ("loss_of", "poisoned"),
     [(doubled, 2), (either, 2), (one_of, 2), (one_of, None), (validated, None)],
@@ -340,6 +335,8 @@ def raised_for_its_gradient(net, optimizer, loss):
     optimizer.step()
 
 
+@pytest.mark.auto
+@needs_2_15
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize(
     "update", [left_out, left_early, left_for_its_gradient, raised_for_its_gradient]
@@ -371,9 +368,8 @@ def test_updates_that_are_left_out_where_numbers_are_not_finite(
                 losses.append(compiled(x))
             except RuntimeError as error:
                 losses.append(str(error))
-        # Gradients may be there before any state; the second call that leaves the update out has a
-        # plan of its own.
-        assert len(getattr(compiled, "plans", ())) <= (4 if to_none else 5)
+        if compiled is not step:
+            assert compiled.runs_beside == (update is not raised_for_its_gradient)
         return tensors_and_numbers(
             losses, net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
         )

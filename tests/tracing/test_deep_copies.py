@@ -157,7 +157,7 @@ def test_a_copied_generator_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [random.Random, np.random.RandomState, np.random.default_rng])
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
-def test_draws_from_a_copied_generator_are_refused(make: Any, copier: Any) -> None:
+def test_copies_of_a_generator_are_refused(make: Any, copier: Any) -> None:
     """Also where two traces happen to draw what leads to the same operators."""
     held = SimpleNamespace(generator=make(4))
 
@@ -173,9 +173,9 @@ def test_draws_from_a_copied_generator_are_refused(make: Any, copier: Any) -> No
         copier(held.generator)
         return x * 2
 
-    with pytest.raises(roam.CaptureError, match="draws from a copy"):
-        roam.compile(step)(torch.ones(3))
-    assert torch.equal(roam.compile(copying)(torch.ones(3)), torch.full((3,), 2.0))
+    for one in (step, copying):
+        with pytest.raises(roam.CaptureError, match="copies a random generator"):
+            roam.compile(one)(torch.ones(3))
 
 
 class Registered:

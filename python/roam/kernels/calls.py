@@ -12,6 +12,7 @@ from roam.kernels.fused import workspace_bytes
 from roam.kernels.rows import WORTH_BYTES, piece_bytes
 from roam.kernels.table import Placement, named, placement
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
+from roam.program.tiles import TILES, body_of
 from roam.torch_compat.private import OpOverload
 
 _UNMOVABLE = frozenset(
@@ -145,7 +146,7 @@ def _found(program: Program, index: int, where: _Where) -> Placed | None:
     if (
         not outputs
         or len(outputs) < len(call.outputs)
-        or call.mutates
+        or (call.mutates and call.target is not TILES)
         or not _is_apart(program, index, device)
     ):
         return None
@@ -181,9 +182,7 @@ def _in_place(
     that dies in the call, as the table of kernels and the layouts of both allow.
     """
     outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
-    values = named(call.target, call.args, call.kwargs)
-    for argument, number in found.cleared_in_place(inputs, outputs):
-        value = values.get(argument)
+    for value, number in _proposed(call, found, inputs, outputs):
         if not isinstance(value, Ref):
             continue
         taken = program.slots[value.slot]
@@ -197,6 +196,17 @@ def _in_place(
         in_turn = found.rows is not None or torch.Tag.pointwise in call.target.tags
         if len(here) == 1 or (in_turn and len(set(here)) == 1):
             yield value.slot, slots[number]
+
+
+def _proposed(
+    call: Call, found: Placement, inputs: list[TensorMeta], outputs: list[TensorMeta]
+) -> list[tuple[Any, int]]:
+    """(argument, number of a result): which results a kernel may write over an argument."""
+    if call.target is TILES:
+        return [(call.args[0][place], number) for place, number in body_of(call.args[1]).over]
+    values = named(call.target, call.args, call.kwargs)
+    pairs = found.cleared_in_place(inputs, outputs)
+    return [(values.get(argument), number) for argument, number in pairs]
 
 
 def unmovable_storages(program: Program) -> set[int]:

@@ -1,8 +1,9 @@
 """What was found out about kernels, kept on disk for later processes of the same machine.
 
-There is one entry for each kind of finding and environment (the versions, settings and device that
-decide which kernels run, which are in the entry's key). A kernel's call is identified by its
-signature: its name, its arguments' shapes, strides and dtypes, and PyTorch's settings.
+There is one entry for each kind of finding and environment (roam's code, and the versions, settings
+and device that decide which kernels run, which are in the entry's key). A kernel's call is
+identified by its signature: its name, its arguments' shapes, strides and dtypes, and PyTorch's
+settings.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from pathlib import Path
 
 import torch
 
+from roam import kernels, program
 from roam.disk_cache import build, disk_cache
 from roam.state.code_guards import TOLD_BY
 
-_FORM = 3
-"""To be raised whenever signatures, or how findings come about, change their meaning."""
 _MOST = 20_000
 """The most findings of an entry. If there are more, the oldest are dropped."""
 _MOST_VALUE = 2**62
@@ -76,7 +76,17 @@ def _name(signature: object) -> str:
 
 def _key(kind: str, device: torch.device) -> str:
     told = sorted((name, value) for name, value in os.environ.items() if name.startswith(TOLD_BY))
-    return json.dumps([_FORM, kind, build(), *_software(), *_hardware(device), told])
+    return json.dumps([kind, build(), _code(), *_software(), *_hardware(device), told])
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that decides what is found out, and how."""
+    found = hashlib.sha256()
+    for package in (kernels, program):
+        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 @cache

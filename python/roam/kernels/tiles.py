@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
-from roam.program.ir import Call, Program, substitute
+from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.tile_works import add_product
 from roam.program.tiles import blocks_of, part_of
 from roam.program.tiling import SUMS, VIEWS, Member, Part, Tile, Tiled, makers_of, summed, tiled
@@ -156,8 +156,10 @@ def _part(tile: Tile, number: int) -> Part:
     if number in tile.parts:
         return (*tile.parts[number], tile.body.length)
     places = {
-        made.number: member for made, member in zip(tile.body.results, tile.members, strict=True)
+        made.number: member for made, member in zip(tile.body.results, tile.made, strict=True)
     }
+    changed = zip(tile.body.changed, tile.changed, strict=True)
+    places.update((own, member) for (_, own), member in changed)
     member = places.get(number, tile.members[0])
     length = tile.body.block if member.cut is None else tile.body.length
     return member.slot, member.cut, length
@@ -234,6 +236,8 @@ class _Trial:
         self.found, self.device, self.turn = found, device, turn
         self.values: dict[int, Any] = {}
         self.whole: dict[int, Any] = {}
+        self.after: dict[int, Tensor] = {}
+        """What the original calls change tensors to, by calls."""
         self.makers = makers_of(found.source)
         self.generator = torch.Generator(device).manual_seed(turn)
         self._made: dict[object, list[Tensor]] = {}
@@ -241,7 +245,7 @@ class _Trial:
     def begin(self, found: Tiled) -> None:
         """Tries another way to cut the same tensors."""
         self.found = found
-        self.members = {member.slot: member for tile in found.tiles for member in tile.members}
+        self.members = {member.slot: member for tile in found.tiles for member in tile.made}
         new = [slot for slot in self.values if slot >= len(found.source.slots)]
         for slot in new:
             del self.values[slot]
@@ -262,7 +266,10 @@ class _Trial:
 
         key = tile.call.args[1], tuple(tile.call.refs())
         if key not in self._made:
-            inputs = [self.value(slot) for slot in tile.call.refs()]
+            given, _, numbers = tile.call.args
+            inputs = [self.value(ref.slot) for ref in (*given, *numbers)]
+            for place, _ in body.changed:
+                inputs[place] = inputs[place].clone()
             outs = [
                 torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
                 for made in body.results
@@ -272,8 +279,11 @@ class _Trial:
             except _DifferentError as error:
                 return error.number
             except (RuntimeError, IndexError, ValueError, TypeError):
-                return body.results[0].number
-            for member, made, value in zip(tile.members, body.results, outs, strict=True):
+                return body.results[0].number if body.results else body.changed[0][1]
+            for (place, number), member in zip(body.changed, tile.changed, strict=True):
+                if differ([inputs[place]], [self.after[member.position]]):
+                    return number
+            for member, made, value in zip(tile.made, body.results, outs, strict=True):
                 slots: tuple[int | None, ...] = (member.slot,)
                 loss = self.found.losses.get(member.slot)
                 found = [value]
@@ -287,10 +297,10 @@ class _Trial:
                     return made.number
             self._made[key] = [
                 value
-                for member, value in zip(tile.members, outs, strict=True)
+                for member, value in zip(tile.made, outs, strict=True)
                 if member.slot not in whole
             ]
-        new = (member.slot for member in tile.members if member.slot not in whole)
+        new = (member.slot for member in tile.made if member.slot not in whole)
         self.values.update(zip(new, self._made[key], strict=True))
         return None
 
@@ -301,6 +311,12 @@ class _Trial:
         source = self.found.source
         for index in sorted({one for member in members for one in _needed(self.found, member)}):
             call = source.calls[index]
+            if call.mutates:
+                if index not in self.after:
+                    changed: int = call.args[0].slot
+                    self.after[index] = self.value(changed).clone()
+                    self._run(call, {changed: self.after[index]})
+                continue
             if all(slot is None or slot in self.whole for slot in call.outputs):
                 continue
             made = zip(call.outputs, self._run(call), strict=True)
@@ -311,6 +327,8 @@ class _Trial:
         """The value of a slot: what the original calls make, or one of this round's."""
         if slot in self.whole:
             return self.whole[slot]
+        if self.found.slots[slot] is None:  # a number, which tiles give to kernels as the whole
+            return 0.5 + self.turn
         if slot not in self.values:
             index = self.makers.get(slot)
             view = None if index is None else self.found.source.calls[index]
@@ -323,19 +341,36 @@ class _Trial:
                 self.values[slot] = self._value(slot)
         return self.values[slot]
 
-    def _run(self, call: Call) -> list[Tensor]:
-        args = substitute(call.args, lambda ref: self.value(ref.slot))
-        kwargs = substitute(call.kwargs, lambda ref: self.value(ref.slot))
+    def _run(self, call: Call, others: Mapping[int, Tensor] | None = None) -> list[Tensor]:
+        """What a call makes, of `others` in place of values."""
+        known = others or {}
+
+        def value(ref: Ref) -> Any:
+            return known[ref.slot] if ref.slot in known else self.value(ref.slot)
+
+        args, kwargs = substitute(call.args, value), substitute(call.kwargs, value)
         made = call.function(*args, **kwargs)
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 
     def _value(self, slot: int) -> Tensor:
+        """Values of a tensor, of which elements may lie in one place, as those of a view that
+        repeats them.
+        """
+        meta = self.found.slots[slot]
+        assert meta is not None
+        once = [
+            min(size, 1) if step == 0 else size
+            for size, step in zip(meta.shape, meta.stride, strict=True)
+        ]
+        made = torch.empty_strided(once, meta.stride, dtype=meta.dtype, device=self.device)
+        return self._filled(slot, made).expand(meta.shape)
+
+    def _filled(self, slot: int, made: Tensor) -> Tensor:
         """Values of the kinds that kernels treat apart: ordinary ones, zeros, denormal and large
         ones; labels and indices of all sizes, some of them ignored.
         """
         meta = self.found.slots[slot]
         assert meta is not None
-        made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
         if meta.dtype == torch.bool:
             return made.random_(0, 2, generator=self.generator)
         if not (meta.dtype.is_floating_point or meta.dtype.is_complex):

@@ -1,9 +1,8 @@
-"""Checks and branches in a run: the step's code asks about a value that the step computes, and the
-plan assumes one answer.
+"""Checks in a run: the step's code asks about a value that the step computes, and one answer ends
+in an error. The plan assumes the other.
 
-Only a run can find the answer. So a run computes it as early as it can. If it is not the assumed
-answer, the run restores what it has written, and the user's own function runs instead. A wrong
-guess costs time, but changes no bits.
+Only a run can find the answer. If it is not the assumed one, the run restores what it has written,
+and the user's own function runs instead.
 
 Operators of PyTorch check data as well, for example whether a matrix is singular. A plan takes for
 granted that these checks pass. If one fails, the user's own function meets it again, and raises
@@ -43,9 +42,9 @@ def check(
 
 
 def holds(value: Any, expected: bool) -> None:
-    """Raises `CheckFailed` if a value is not what a check of PyTorch's own, in C++, asks for."""
+    """Raises `CheckFailed` if a value is not what code of PyTorch's, in C++, asks for."""
     if bool(value) is not expected:
-        raise CheckFailed("a check of PyTorch's does not pass")
+        raise CheckFailed("what an operator of PyTorch's asks for is not so")
 
 
 DATA_CHECKS: Final = frozenset((

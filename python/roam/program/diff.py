@@ -21,7 +21,7 @@ from roam.state.equality import same
 from roam.state.messages import BLANK
 from roam.state.nests import alike
 from roam.state.references import ArgumentReference
-from roam.state.sizes import plain_number, replaced
+from roam.state.sizes import Size, SizedFloat, plain_number, replaced
 from roam.state.wrappers import Form
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -55,7 +55,6 @@ def difference(first: Program, second: Program) -> str | None:
         ("histories", _histories(first), _histories(second)),
         ("results' structures", first.result.spec, second.result.spec),
         ("lists that grow", _grows(first), _grows(second)),
-        ("numbers of schedulers", _late(first), _late(second)),
     ):
         if one_value != other_value:
             return f"the {what} differ"
@@ -103,7 +102,6 @@ def is_resized(known: Program, program: Program) -> bool:
         and _same_guards(known, program, sizes)
         and _same_constants(known.constants, program.constants)
         and known.split == program.split
-        and _late(known) == _late(program)
         and _other_effect(known, program, sizes) is None
     )  # fmt: skip
 
@@ -172,10 +170,6 @@ def _histories(program: Program) -> list[Any]:
         history if isinstance(history, str) else [reference.path for reference in history]
         for history in program.result.histories
     ]
-
-
-def _late(program: Program) -> list[tuple[int, str, int]]:
-    return [(place, number.reference.path, number.calls) for place, number in program.result.late]
 
 
 def _other_effect(known: Program, program: Program, sizes: set[tuple[int, int]]) -> str | None:
@@ -467,6 +461,8 @@ def _fits(program: Program, value: Any, plain: Any) -> bool:
             program.slots[value.slot] is None
             and (type(plain) is int or isinstance(plain, float))  # one of NumPy's is a float too
         )
+    if type(value) is Size or type(value) is SizedFloat:
+        return type(plain) is type(value) and plain.expression is value.expression
     return same(value, plain)
 
 

@@ -1,10 +1,10 @@
 """Puts checks before what a step changes, so that a run in which one fails leaves no mark.
 
-A step's code may ask about one parameter's gradient when it has updated other parameters already.
-The answer does not depend on these updates, so it may be computed earlier: the operators that a
-branch needs are moved before all changes, of state from before the step, that they do not depend
-on. Changes that they do depend on (running statistics in the forward pass, an average from which
-the answer is computed) stay before them, and a copy of the old values is kept until the last check.
+An operator may check one parameter's gradient when others have been updated already. The outcome
+does not depend on these updates, so it may be computed earlier: the operators that the check needs
+are moved before all changes, of state from before the step, that they do not depend on.
+Changes that they do depend on (running statistics in the forward pass, an average from which the
+outcome is computed) stay before them, and a copy of the old values is kept until the last check.
 
 No copies are kept of what the step begins anew, such as gradients that `zero_grad` sets to zero. If
 a check fails, the step runs from its beginning in another way, and overwrites these values again.
@@ -31,50 +31,45 @@ _OVERWRITES: Final = frozenset((
 
 
 def checks_first(program: Program) -> Program:
-    """The program with every branch, and every check that PyTorch's operators make of data, before
-    all changes, of state from before the step, that it does not depend on. Checks keep their order,
-    and other calls are moved only as far as needed. A program that needs no change is returned as
-    it is.
+    """The program with every check that PyTorch's operators make of data before all changes, of
+    state from before the step, that it does not depend on. Checks keep their order, and other calls
+    are moved only as far as needed. A program that needs no change is returned as it is.
     """
     if not any(call.is_check for call in program.calls):
         return program
     # Where processes wait for each other, a run in which a check of data fails is not repeated.
     is_alone = not program.launches()
-    branches = [
-        index
-        for index, call in enumerate(program.calls)
-        if call.is_branch or (is_alone and call.is_data_check)
-    ]
-    return _with_copies(program, _order(program, branches), frozenset(branches))
+    early = [index for index, call in enumerate(program.calls) if is_alone and call.is_data_check]
+    return _with_copies(program, _order(program, early), frozenset(early))
 
 
-def _order(program: Program, branches: list[int]) -> list[int]:
+def _order(program: Program, checks: list[int]) -> list[int]:
     """Numbers of the calls in their new order, with these first."""
     calls = program.calls
-    if not branches:
+    if not checks:
         return list(range(len(calls)))
     needs = needed_by(program)
-    needed = set(branches)
-    for index in range(branches[-1], -1, -1):
+    needed = set(checks)
+    for index in range(checks[-1], -1, -1):
         if index in needed:
             needed |= needs[index]
     late: set[int] = set()
-    for index in range(branches[-1]):
+    for index in range(checks[-1]):
         if index not in needed and (
             _changes(program, calls[index]) or not late.isdisjoint(needs[index])
         ):
             late.add(index)
     if not late:
         return list(range(len(calls)))
-    # Calls after the first branch that no branch needs come after the last branch. If they came
-    # before it, their results would be kept until it has run.
-    early = [
+    # Calls after the first check that no check needs come after the last one. If they came before
+    # it, their results would be kept until it has run.
+    first = [
         index
-        for index in range(branches[-1] + 1)
-        if index in needed or index < branches[0] and index not in late
+        for index in range(checks[-1] + 1)
+        if index in needed or index < checks[0] and index not in late
     ]
-    is_early = set(early)
-    return early + [index for index in range(len(calls)) if index not in is_early]
+    is_early = set(first)
+    return first + [index for index in range(len(calls)) if index not in is_early]
 
 
 def _changes(program: Program, call: Call) -> set[int]:
@@ -109,15 +104,15 @@ def needed_by(program: Program) -> list[set[int]]:
     return found
 
 
-def _with_copies(program: Program, order: list[int], branches: frozenset[int]) -> Program:
+def _with_copies(program: Program, order: list[int], checks: frozenset[int]) -> Program:
     """The program in an order, with copies of what is written to before a check, for the check to
-    put back; `branches` are those that came first.
+    put back; `checks` are those that came first.
     """
     written: dict[int, int] = {}  # per storage from before the step, the first place at which it is
     for place, index in enumerate(order):
         for storage in _changes(program, program.calls[index]):
             written.setdefault(storage, place)
-    last_branch = max((place for place, index in enumerate(order) if index in branches), default=-1)
+    last_early = max((place for place, index in enumerate(order) if index in checks), default=-1)
     last_check = max(place for place, index in enumerate(order) if program.calls[index].is_check)
     anew = _begun_anew(program)
     referenced: dict[int, list[int]] = {}
@@ -142,7 +137,7 @@ def _with_copies(program: Program, order: list[int], branches: frozenset[int]) -
             continue
         # For an error after all updates no copies of trained state are kept: the error says that
         # the state has been updated.
-        if place < (last_branch if storage in trained else last_check):
+        if place < (last_early if storage in trained else last_check):
             pairs = [
                 _add_copy(result, slot, order[place])
                 for slot in _writable(program, referenced.get(storage, ()))

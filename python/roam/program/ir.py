@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -118,8 +118,6 @@ class Call:
     """Whether all that it can do is to raise an error. Later calls that change what is there before
     the step wait for it.
     """
-    is_branch: bool = False
-    """Whether it is a check of an answer to which the step's code goes on either way."""
     state: int | None = None
     """Slot of the state in which its generator is when it draws random numbers; None if nobody
     has read it."""
@@ -217,7 +215,7 @@ class Call:
             self.target, substitute(self.args, new) if used else self.args,
             substitute(self.kwargs, new) if self.kwargs and used else self.kwargs, outputs, self.returns_sequence, self.phase,
             self.source, tuple([name(slot) for slot in self.mutates]), self.random,
-            None if self.skip_if is None else name(self.skip_if), self.is_check, self.is_branch,
+            None if self.skip_if is None else name(self.skip_if), self.is_check,
             None if self.state is None else name(self.state),
         )  # fmt: skip
         return self._known_renamed
@@ -241,19 +239,6 @@ def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     Its old memory stays alive if anything else holds it.
     """
     tensor.data = data
-
-
-class LateNumber(NamedTuple):
-    """A number of a scheduler's or its optimizer's that a scheduler's `step` changes, and that the
-    step returns afterwards.
-
-    Attributes:
-        reference: where it is.
-        calls: how many of the program's schedulers have been stepped when it is read.
-    """
-
-    reference: Any
-    calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +342,6 @@ class Result:
         spec: the structure in which they are, of a `Left`.
         histories: per leaf, how autograd sees it.
         joined: by the place of a leaf, the distributed tensor that it becomes.
-        late: by their place among the leaves, numbers that schedulers give when they have been
-            stepped.
         growing: (path, list) of lists of the step's state to which it adds, in the order of
             `Left.added`.
         messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
@@ -369,7 +352,6 @@ class Result:
     spec: Any = None
     histories: list[History] = field(default_factory=list)
     joined: dict[int, Joined] = field(default_factory=dict)
-    late: list[tuple[int, LateNumber]] = field(default_factory=list)
     growing: list[tuple[str, Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
@@ -432,13 +414,6 @@ class Program:
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a
     run can tell."""
-
-    @property
-    def answers(self) -> tuple[bool, ...]:
-        """The outcomes of branches that the program assumes, in the order in which the step's code
-        asks for them.
-        """
-        return tuple(call.args[1] for call in self.calls if call.is_branch)
 
     def of(self, kind: type[E]) -> list[E]:
         """The effects of a class, in their order."""

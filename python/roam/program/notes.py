@@ -17,11 +17,8 @@ _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 
 
-def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list[tuple[str, str]]:
-    """What is compared and computed at every call, and what was split, as pairs (topic, text).
-
-    `guessed`: whether answers to branches had to be guessed.
-    """
+def notes_on(program: Program, guards: Guards) -> list[tuple[str, str]]:
+    """What is compared and computed at every call, and what was split, as pairs (topic, text)."""
     values, tensors, switches = guards.sizes()
     notes = [
         (
@@ -35,17 +32,6 @@ def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list
     if program.computed_guards:
         places = [guard.source for guard, _ in program.computed_guards]
         notes.append(("computed guards", f"{len(places):,} at every call: {_shown(places)}"))
-    if program.answers:
-        places = [call.source for call in program.calls if call.is_branch]
-        note = f"{len(places):,} answers to branches on values, by each run before it changes anything: {_shown(places)}"
-        notes.append(("checked", note))
-        if guessed:
-            notes.append(
-                (
-                    "guessed answers",
-                    "that conditions on values are false; no call has shown their outcomes yet",
-                )
-            )
     if program.split:
         calls, parts = (sum(numbers) for numbers in zip(*program.split.values(), strict=True))
         notes.append(

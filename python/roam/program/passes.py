@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any
@@ -187,13 +187,16 @@ def assign_early(program: Program) -> Program:
     return _renumber(program, calls, moved, program.referenced, program.constants)
 
 
-def renumbered(program: Program) -> Program:
-    """The same program with its slots in the order in which `prune` numbers them."""
+def with_used_state(program: Program) -> Program:
+    """The program with those references alone whose tensors it uses, numbered as `prune`
+    does.
+    """
+    used = {slot for call in program.calls for slot in call.refs()} | program.outgoing()
     return _renumber(
         program,
         program.calls,
         {index: index for index in range(len(program.calls))},
-        program.referenced,
+        [(reference, slot) for reference, slot in program.referenced if slot in used],
         program.constants,
     )
 
@@ -236,11 +239,9 @@ def with_calls(program: Program, calls: list[Call], numbers: Sequence[int]) -> P
     return _renumber(program, calls, moved, program.referenced, program.constants)
 
 
-def with_state(
-    first: Program, later: Program, paths: Collection[str] | None = None
-) -> Program | None:
-    """A first step as it would be if the state that it makes were there already; None if the later
-    step finds other state.
+def with_state(first: Program, later: Program) -> Program | None:
+    """A first step as it would be if the optimizers' state that it makes were there already; None
+    if the later step finds other state.
 
     If the result equals the later step, then everything but the making of the state has been traced
     twice.
@@ -248,17 +249,14 @@ def with_state(
     Args:
         first: the first step.
         later: the later one.
-        paths: paths of what the first step makes and the later one finds; if None, those of the
-            optimizers' state.
     """
     made = {
         reference.path: slot
         for reference, slot in rebound(first)
-        if (isinstance(reference, OptimizerReference) if paths is None else reference.path in paths)
-        and first.slots[slot] is not None
+        if isinstance(reference, OptimizerReference) and first.slots[slot] is not None
     }
     held = {reference.path: slot for reference, slot in first.referenced}
-    there = made | held if paths is None else held | made  # a table may replace another
+    there = made | held
     if there.keys() != {reference.path for reference, _ in later.referenced}:
         return None
     state = set(made.values())

@@ -7,8 +7,9 @@ reading keeps its place among the random calls; drawing again may happen at any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,10 @@ EXACT = frozenset(
 `tests/program/test_random_states.py` shows this; for CUDA, PyTorch's documentation of
 `torch.Generator` says it.
 """
+
+
+_CPU = torch.random.get_rng_state, torch.random.set_rng_state
+_CUDA = torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,38 @@ def with_states(program: Program) -> WithStates | None:
         calls.append(call)
         numbers.append(number)
     return WithStates(replace(program, calls=calls, slots=slots, storages=storages), tuple(numbers))
+
+
+def with_calls(program: Program, before: Mapping[int, Sequence[Call]]) -> Program:
+    """The program with further calls, each before one of its own, or, for their number, at its end.
+    What they make is in the program's slots and storages already.
+    """
+    calls: list[Call] = []
+    storages = list(program.storages)
+    makes: dict[int, list[int]] = {}
+    for number, storage in enumerate(storages):
+        makes.setdefault(storage.creator, []).append(number)
+    for number in range(len(program.calls) + 1):
+        for call in before.get(number, ()):
+            for slot in call.made():
+                made = program.storage_of(slot)
+                storages[made] = replace(storages[made], creator=len(calls))
+            calls.append(call)
+        if number < len(program.calls):
+            for made in makes.get(number, ()):
+                storages[made] = replace(storages[made], creator=len(calls))
+            calls.append(program.calls[number])
+    return replace(program, calls=calls, storages=storages)
+
+
+def reading(device: torch.device) -> tuple[Any, tuple[int, ...]]:
+    """The function that reads the state of a device's generator, and its arguments."""
+    return (_CUDA[0], (device.index or 0,)) if device.type == "cuda" else (_CPU[0], ())
+
+
+def setting(device: torch.device) -> tuple[Any, tuple[int, ...]]:
+    """The function that sets it, and its arguments after the state."""
+    return (_CUDA[1], (device.index or 0,)) if device.type == "cuda" else (_CPU[1], ())
 
 
 @dataclass(frozen=True, slots=True)

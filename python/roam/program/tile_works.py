@@ -87,3 +87,11 @@ def scatter_from(
     return zeros.scatter_add(
         dim, torch.where(is_here, indices - start, 0), torch.where(is_here, values, 0)
     )
+
+
+def embedding_from(grad: Tensor, indices: Tensor, start: int, length: int, padding: int) -> Tensor:
+    """Some rows of the gradient of an embedding's weight."""
+    nowhere = -1
+    is_here = (indices >= start) & (indices < start + length) & (indices != padding)
+    here = torch.where(is_here, indices - start, nowhere)
+    return aten.embedding_dense_backward(grad, here, length, nowhere, False)  # type: ignore[no-any-return]

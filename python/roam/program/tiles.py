@@ -9,6 +9,9 @@ A result that is summed over the axis is a *total*. A matrix product sums in blo
 block's sum to what it has. So the tiles of as many elements as the library's own blocks have are
 taken together: what a product reads of them is kept, and then added as one block. The first block
 writes all of a total, every other one adds to it, and nothing reads it before the call ends.
+
+A call may also change tensors in place, as an optimizer does: each tile changes its part, and
+nothing else reads or writes the tensor until the call ends.
 """
 
 from __future__ import annotations
@@ -112,8 +115,8 @@ class Body:
     Attributes:
         size: elements of the axis.
         length: elements of each tile's part of it; the last tile may have fewer.
-        inputs: for each tensor that is given, the dimensions of which a tile sees its part; None if
-            it sees the whole. They have the first numbers.
+        inputs: for each tensor, and then for each number, that is given, the dimensions of which a
+            tile sees its part; None if it sees the whole. They have the first numbers.
         works: what is called.
         results: what is made.
         flops: floating-point operations of all tiles, by PyTorch's own formulas.
@@ -121,6 +124,10 @@ class Body:
         held: what is kept until then.
         closing: what is called for each block once its tiles have run, on the blocks' parts of the
             inputs and on what is held.
+        changed: for each tensor that is changed, its place among the inputs, and the number that
+            the work that changes it makes.
+        over: (place among the inputs, place among the results): what may take the memory of what is
+            given.
     """
 
     size: int
@@ -132,6 +139,8 @@ class Body:
     block: int
     held: tuple[Held, ...] = ()
     closing: tuple[Work, ...] = ()
+    changed: tuple[tuple[int, int], ...] = ()
+    over: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         # The tiles' parts of a result are all of it, and no two of them have an element in common.
@@ -151,6 +160,23 @@ class Body:
         for made in self.results:
             if made.cut is not None:
                 assert math.prod(made.shape[made.cut[0] : made.cut[1] + 1]) == self.size
+        # Of what is changed each tile sees its part, in the one work that changes it.
+        every = [
+            (work, refs_of([(work.args, work.kwargs)])) for work in (*self.works, *self.closing)
+        ]
+        for place, number in self.changed:
+            assert self.inputs[place] is not None
+            (changing,) = (work for work, used in every if place in used)
+            assert changing in self.works
+            assert changing.makes == (number,)
+            assert changing.args[0] == Ref(place)
+            assert sum(used.count(place) for _, used in every) == 1
+        # What takes the place of an input is written when no work reads the tile's part any more.
+        # A value that is written may lie in the input's own part, but not in another one's.
+        assert not self.over or not self.closing
+        for place, at in self.over:
+            assert self.inputs[place] == self.results[at].cut is not None
+            assert all(place != one for one, _ in self.changed)
 
     @property
     def tiles(self) -> int:
@@ -168,7 +194,7 @@ class Body:
 
     def run(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Any],
         outs: Sequence[Tensor],
         seen: Callable[[int, Any, int, int], None] | None = None,
     ) -> None:
@@ -180,7 +206,7 @@ class Body:
 
     def _block(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Any],
         outs: Sequence[Tensor],
         first: int,
         count: int,
@@ -219,7 +245,7 @@ class Body:
                 args = _filled(work.args, values, first, count)
                 work.target(outs[work.adds_to], first == 0, *args)
 
-    def _values(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Any]:
+    def _values(self, inputs: Sequence[Any], start: int, length: int) -> list[Any]:
         """Parts of what is given, and room for what is made."""
         values: list[Any] = [
             tensor if cut is None else part_of(tensor, cut, start, length)
@@ -384,26 +410,28 @@ def _filled(value: Any, values: Sequence[Any], start: int, length: int) -> Any:
 _bodies: dict[str, Body] = {}
 
 _library = torch.library.Library("roam", "FRAGMENT")
-_library.define("tiles(Tensor[] tensors, str body) -> Tensor[]")
+_library.define("tiles(Tensor[] tensors, str body, Scalar[] numbers) -> Tensor[]")
 _library.define(
     "nll_loss_of_picked(Tensor picked, Tensor target, int classes, int reduction, int ignore_index,"
     " Tensor? weight=None) -> (Tensor, Tensor)"
 )
 
 
-def _run(tensors: Sequence[Tensor], body: str) -> list[Tensor]:
+def _run(tensors: Sequence[Tensor], body: str, numbers: Sequence[float]) -> list[Tensor]:
     known = _bodies[body]
     outs = [
         torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=tensors[0].device)
         for made in known.results
     ]
-    known.run(tensors, outs)
+    known.run([*tensors, *numbers], outs)
     return outs
 
 
-def run_into(outs: Sequence[Tensor], tensors: Sequence[Tensor], body: str) -> None:
+def run_into(
+    outs: Sequence[Tensor], tensors: Sequence[Tensor], body: str, numbers: Sequence[float]
+) -> None:
     """Runs a body and writes its results to given places."""
-    _bodies[body].run(tensors, outs)
+    _bodies[body].run([*tensors, *numbers], outs)
 
 
 def _nll_loss_of_picked(
@@ -464,7 +492,7 @@ def _name(target: Any) -> str:
     return str(target) if isinstance(target, OpOverload) else str(target.__qualname__)
 
 
-flop_registry[torch.ops.roam.tiles] = lambda tensors, body, **_: _bodies[body].flops
+flop_registry[torch.ops.roam.tiles] = lambda tensors, body, *_, **__: _bodies[body].flops
 
 
 def body_of(name: str) -> Body:

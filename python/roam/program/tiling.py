@@ -12,7 +12,7 @@ bits is not assumed, neither for parts nor for blocks: see `roam.kernels.tiles`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
     add_product,
+    embedding_from,
     labels_from,
     less_exponential,
     less_share,
@@ -77,7 +78,7 @@ Part = tuple[int, Cut | None, int]
 are added."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """Something that is made tile by tile.
 
@@ -87,6 +88,7 @@ class Member:
         cut: how; None if tiles add to it.
         size: elements of the axis.
         made: builds a tile's part of it.
+        changes: whether it was there before, and is changed.
     """
 
     position: int
@@ -94,6 +96,7 @@ class Member:
     cut: Cut | None
     size: int
     made: Callable[[Builder], int]
+    changes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Tile:
     Attributes:
         call: the call.
         body: what it runs.
-        members: what it makes.
+        members: what it makes, and then what it changes.
         parts: by the numbers of values, of what tensors of the original program they are parts.
     """
 
@@ -111,6 +114,16 @@ class Tile:
     body: Body
     members: tuple[Member, ...]
     parts: dict[int, tuple[int, Cut]]
+
+    @property
+    def made(self) -> list[Member]:
+        """What it makes, in the order of the results."""
+        return [member for member in self.members if not member.changes]
+
+    @property
+    def changed(self) -> list[Member]:
+        """What it changes, in the order of `Body.changed`."""
+        return [member for member in self.members if member.changes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,7 @@ def candidates(program: Program) -> dict[int, int]:
         if storage.creator < 0 or number in excluded:
             continue
         call = program.calls[storage.creator]
-        if _is_pure(program, call):
+        if _is_pure(program, call, may_raise=call.target in READERS):
             found[number] = storage.size_bytes
     for call in program.calls:
         if not is_ours(call.target) or is_region(call.target):
@@ -154,30 +167,27 @@ def candidates(program: Program) -> dict[int, int]:
     return found
 
 
-def with_new_sums(program: Program) -> Program:
-    """The same with gradients of several readers added out of place, as far as nothing but what
-    comes later sees the sum: a tensor that is changed cannot be made again.
+def out_of_place(program: Program) -> Program:
+    """The same with what is made in the step changed out of place, as far as nothing but what comes
+    later sees the change: a tensor that is changed cannot be made again.
     """
     calls, slots, storages = list(program.calls), list(program.slots), list(program.storages)
     found = replace(program, calls=calls, slots=slots, storages=storages)
     kept = program.leaving() | {program.storage_of(slot) for slot in program.outgoing()}
     for index, call in enumerate(calls):
-        if call.target is not aten.add_.Tensor or call.kwargs or call.outputs != (None,):
+        target = _making(found, call)
+        if target is None:
             continue
-        if call.skip_if is not None:
-            continue
-        left, right = call.args
-        meta = slots[left.slot]
-        other = slots[right.slot] if isinstance(right, Ref) else None
-        if meta is None or other is None or other.dtype != meta.dtype:
-            continue
+        changed = call.args[0].slot
+        meta = slots[changed]
+        assert meta is not None
         old = meta.storage
-        if storages[old].creator < 0 or old in kept or other.storage == old:
+        if storages[old].creator < 0 or old in kept:
             continue
         later = calls[index + 1 :]
         new = {slot for one in later for slot in one.outputs if slot is not None}
         seen = {slot for one in later for slot in one.refs() if found.storage_of(slot) == old}
-        if not found.covers(left.slot) or not seen <= new | {left.slot}:
+        if not found.covers(changed) or not seen <= new | {changed}:
             continue
         made = len(slots)
         slots.append(replace(meta, storage=len(storages)))
@@ -185,12 +195,55 @@ def with_new_sums(program: Program) -> Program:
         for slot in new:
             if found.storage_of(slot) == old:
                 slots[slot] = replace(slots[slot], storage=len(storages) - 1)  # type: ignore[type-var]
-        calls[index] = replace(call, target=aten.add.Tensor, mutates=(), outputs=(made,))
-        moved = {left.slot: made}
+        calls[index] = replace(call, target=target, mutates=(), outputs=(made,))
+        moved = {changed: made}
         for place in range(index + 1, len(calls)):
-            if left.slot in calls[place].refs():
+            if changed in calls[place].refs():
                 calls[place] = calls[place].renamed(partial(_other, moved))
     return found
+
+
+def _making(program: Program, call: Call) -> OpOverload | None:
+    """What makes of a call's arguments what the call changes the first of them to, in the same
+    layout and dtype; None if it is not known.
+    """
+    if not _changes(program, call):
+        return None
+    packet, _, overload = call.target.name().removeprefix("aten::").partition(".")
+    made = getattr(getattr(aten, packet.removesuffix("_"), None), overload or "default", None)
+    if made is None or torch.Tag.pointwise not in made.tags:
+        return None
+    meta = program.slots[call.args[0].slot]
+    assert meta is not None
+    for slot in refs_of([call.args[1:], call.kwargs]):
+        other = program.slots[slot]
+        if other is None:  # a number
+            continue
+        is_alike = (other.shape, other.stride) == (meta.shape, meta.stride)
+        if other.storage == meta.storage or other.dtype != meta.dtype:
+            return None
+        if not is_alike and math.prod(other.shape) != 1:
+            return None
+    return made if meta.dtype.is_floating_point else None
+
+
+def _changes(program: Program, call: Call) -> bool:
+    """Whether a call changes its first argument element by element, and does nothing else."""
+    return (
+        isinstance(call.target, OpOverload)
+        and is_ours(call.target)
+        and torch.Tag.pointwise in call.target.tags
+        and bool(call.args)
+        and isinstance(call.args[0], Ref)
+        and call.mutates == (call.args[0].slot,)
+        and all(slot is None for slot in call.outputs)
+        and not call.random
+        and call.skip_if is None
+        and call.state is None
+        and not call.is_check
+        and not program.may_raise(call)
+        and program.slots[call.args[0].slot] is not None
+    )
 
 
 def _other(moved: dict[int, int], slot: int) -> int:
@@ -223,35 +276,49 @@ def _is_pure(program: Program, call: Call, *, may_raise: bool = False) -> bool:
         is_ours(call.target)
         and not is_region(call.target)
         and not call.mutates
-        and not call.random
+        and (not call.random or (call.target is _ATTENTION and not any(call.args[3:4])))
         and call.skip_if is None
         and call.state is None
         and not call.is_check
         and (may_raise or not program.may_raise(call) or _is_checked(program, call))
         and all(slot is None or program.slots[slot] is not None for slot in call.outputs)
-        and all(program.slots[slot] is not None for slot in call.refs())
+        and (_is_by_elements(call) or all(program.slots[slot] is not None for slot in call.refs()))
     )
+
+
+def _is_by_elements(call: Call) -> bool:
+    """Whether a call computes each element of its one result from elements of its arguments."""
+    return rule_of(call) is _pointwise
 
 
 def _is_checked(program: Program, call: Call) -> bool:
     """Whether a gradient is added at indices at which elements have been read before."""
-    if call.target is not aten.scatter_add.default:
+    reader = {
+        aten.scatter_add.default: aten.gather.default,
+        aten.index_put.default: aten.index.Tensor,
+    }.get(call.target)
+    if reader is None:
         return False
-    given, dim, indices = call.args[:3]
-    meta = program.slots[given.slot]
-    if meta is None or program.storage_of(indices.slot) in program.written():
+    made = program.slots[call.args[0].slot]
+    written = program.written()
+    used = refs_of(call.args[2] if reader is aten.gather.default else call.args[1])
+    if made is None or any(program.storage_of(slot) in written for slot in used):
         return False
     for other in program.calls:
         if other is call:
             return False
-        if other.target is aten.gather.default and other.args[2].slot == indices.slot:
-            read = program.slots[other.args[0].slot]
-            if (
-                read is not None
-                and read.shape == meta.shape
-                and not (other.args[1] - dim) % len(meta.shape)
-            ):
-                return True
+        if other.target is not reader:
+            continue
+        read = program.slots[other.args[0].slot]
+        if read is None or read.shape != made.shape:
+            continue
+        if reader is aten.index.Tensor:
+            is_same = other.args[1] == call.args[1]
+        else:
+            is_same = other.args[2] == call.args[2]
+            is_same = is_same and not (other.args[1] - call.args[1]) % len(made.shape)
+        if is_same:
+            return True
     return False
 
 
@@ -395,10 +462,17 @@ class _Tiling:
         sums of rows."""
         self.losses: dict[int, Call] = {}
         self.extents: dict[int, tuple[int, int]] = {}
+        self._flops: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
         for index, call in enumerate(program.calls):
             for slot in call.mutates:
                 self.written.setdefault(program.storage_of(slot), []).append(index)
+
+    def flops(self, index: int) -> int:
+        """Floating-point operations of a call."""
+        if index not in self._flops:
+            self._flops[index] = flops_of(self.program, self.program.calls[index])
+        return self._flops[index]
 
     def is_gone(self, slot: int) -> bool:
         """Whether a tensor never exists whole."""
@@ -411,6 +485,8 @@ class _Tiling:
         for index, call in enumerate(program.calls):
             made = [slot for slot in call.outputs if slot is not None]
             if made and all(map(self.is_gone, made)):
+                if call.target in READERS:
+                    self._check_indices(index, call)
                 removed.add(index)
                 continue
             if not any(map(self.is_gone, call.refs())):
@@ -432,16 +508,36 @@ class _Tiling:
         if call.target is aten.nll_loss_forward.default:
             self._loss(index, call)
             return
-        is_checked = call.target is aten.gather.default
-        if not _is_pure(self.program, call, may_raise=is_checked):
+        if call.mutates:
+            if not _changes(self.program, call) or self.is_gone(call.args[0].slot):
+                raise blame
+            changed: int = call.args[0].slot
+            found = self._cheapest(index, changed, partial(Builder.changing, call=call))
+            self.members.append(replace(found, changes=True))
+            return
+        is_reader = call.target in READERS
+        if not _is_pure(self.program, call, may_raise=is_reader):
             raise blame
-        if is_checked:
+        if is_reader:
             self._check_indices(index, call)
         made = [slot for slot in call.outputs if slot is not None]
         if not made:
             raise blame
+        if call.target in FILLED:  # it reads a shape
+            self._fill(index, call, blame)
+            return
         for slot in made:
             self.members.append(self._cheapest(index, slot))
+
+    def _fill(self, index: int, call: Call, blame: Uncut) -> None:
+        """Lets a call make a tensor of one value without another one's shape."""
+        meta = self.slots[call.outputs[0]]  # type: ignore[index]
+        assert meta is not None
+        if meta.stride != contiguous(meta.shape):
+            raise blame
+        args, kwargs = _filling(call, meta, list(meta.shape))
+        new = replace(call, target=FILLED[call.target], args=args, kwargs=kwargs)
+        self.added.setdefault(index, []).append(new)
 
     def _needs_whole(self, ref: Ref) -> None:
         if self.is_gone(ref.slot):
@@ -449,24 +545,32 @@ class _Tiling:
 
     def _check_indices(self, index: int, call: Call) -> None:
         """Lets the very kernel refuse indices, on zeros that take no memory. Tiles never do."""
-        given, dim, indices = call.args[:3]
+        given = call.args[0]
         meta, found = self.slots[given.slot], self.slots[call.outputs[0]]  # type: ignore[index]
         assert meta is not None
         assert found is not None
-        self._needs_whole(indices)
+        for slot in refs_of(call.args[1:]):
+            self._needs_whole(ref_to(slot))
+        shape, made = meta.shape, found.shape
+        # Of what is read at an index one element is enough.
+        if call.target is aten.index.Tensor:
+            shape = meta.shape[: len(call.args[1])]
+            made = made[: len(made) - len(meta.shape) + len(shape)]
+        elif call.target is aten.embedding.default:
+            shape, made = (meta.shape[0], 1), (*made[:-1], 1)
         zero = self.new(meta, (), "zero")
-        wide = self.new(meta, meta.shape, "zeros")
+        wide = self.new(meta, shape, "zeros")
         self.storages.pop()
         like = self.slots[zero]
         assert like is not None
-        self.slots[wide] = replace(like, shape=meta.shape, stride=tuple(0 for _ in meta.shape))
-        checked = self.new(found, found.shape, "checked")
+        self.slots[wide] = replace(like, shape=shape, stride=tuple(0 for _ in shape))
+        checked = self.new(found, made, "checked")
         kinds = {"dtype": meta.dtype, "device": meta.device}
         self.added.setdefault(index, []).extend((
             replace(call, target=aten.zeros.default, args=([],), kwargs=kinds, outputs=(zero,)),
-            replace(call, target=aten.expand.default, args=(ref_to(zero), list(meta.shape)), kwargs={},
+            replace(call, target=aten.expand.default, args=(ref_to(zero), list(shape)), kwargs={},
                     outputs=(wide,)),
-            replace(call, args=(ref_to(wide), dim, indices), kwargs={}, outputs=(checked,)),
+            replace(call, args=(ref_to(wide), *call.args[1:]), kwargs={}, outputs=(checked,)),
         ))  # fmt: skip
 
     def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
@@ -504,17 +608,17 @@ class _Tiling:
                 cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, -builder.size
             except Uncut as error:
                 self._restore(kept)
-                if blame is None or blame.storage < 0:
+                if blame is None and error.storage in self.gone:
                     blame = error
                 continue
             if best is None or cost < best[0]:
                 best = cost, member
             self._restore(kept)
         if best is None:
-            if blame is None or blame.storage < 0:
+            if blame is None:
                 call = self.program.calls[index]
-                read = next(one for one in call.refs() if self.is_gone(one))
-                blame = Uncut(self.program.storage_of(read))
+                read = next((one for one in call.refs() if self.is_gone(one)), None)
+                blame = Uncut() if read is None else Uncut(self.program.storage_of(read))
             raise blame
         # What it needs beside is noted now.
         best[1].made(Builder(self, best[1].size, index))
@@ -535,10 +639,8 @@ class _Tiling:
     ) -> int:
         """A new tensor of the program."""
         dtype = dtype or like.dtype
-        stride = [1] * len(shape)
-        for place in range(len(shape) - 2, -1, -1):
-            stride[place] = stride[place + 1] * shape[place + 1]
-        meta = TensorMeta(tuple(shape), tuple(stride), 0, dtype, like.device, len(self.storages))
+        stride = contiguous(shape)
+        meta = TensorMeta(tuple(shape), stride, 0, dtype, like.device, len(self.storages))
         self.storages.append(Storage(math.prod(shape) * dtype.itemsize, 0, name))
         self.slots.append(meta)
         return len(self.slots) - 1
@@ -667,9 +769,9 @@ class _Tiling:
         groups: list[tuple[int, Builder, list[Member]]] = []
         for member in sorted(self.members, key=lambda member: member.position):
             for position, builder, members in groups:
-                if builder.size != member.size or not self._joins(
-                    builder, position, members, member
-                ):
+                if member.changes or builder.size != member.size:
+                    continue
+                if not self._joins(builder, position, members, member):
                     continue
                 members.append(member)
                 break
@@ -677,6 +779,8 @@ class _Tiling:
                 builder = Builder(self, member.size, member.position)
                 groups.append((member.position, builder, [member]))
         for last in reversed(groups[1:]):  # what joined a group may have brought what another needs
+            if any(member.changes for member in last[2]):
+                continue
             for position, builder, members in groups[: groups.index(last)]:
                 if builder.size == last[1].size and all(
                     self._joins(builder, position, members, member) for member in last[2]
@@ -687,20 +791,26 @@ class _Tiling:
                     break
         added: dict[int, list[Tile]] = {}
         for position, builder, members in groups:
+            members.sort(key=lambda member: member.changes)
             numbers = [member.made(builder) for member in members]
-            if not self._holds(builder, position, members):
+            if not builder.given() or not self._holds(builder, position, members):
                 raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
             body, parts = builder.body(numbers, members)
             of = [program.calls[member.position] for member in reversed(members)]
             source = next((one.source for one in of if one.source.file), of[0].source)
             call = Call(
                 TILES,
-                ([ref_to(slot) for slot in builder.given()], name_of(body)),
+                (
+                    [ref_to(slot) for slot in builder.given()],
+                    name_of(body),
+                    [ref_to(slot) for slot in builder.given_numbers()],
+                ),
                 {},
-                tuple(member.slot for member in members),
+                tuple(member.slot for member in members if not member.changes),
                 True,
                 program.calls[position].phase,
                 source,
+                tuple(member.slot for member in members if member.changes),
             )
             added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
         calls: list[Call] = []
@@ -763,7 +873,8 @@ class _Tiling:
             return False
         if trial.lengths([(one.slot, one.cut) for one in (*members, member)]) is None:
             return False
-        return all(self._made_at(slot) < position for slot in trial.given())
+        given = (*trial.given(), *trial.given_numbers())
+        return all(self._made_at(slot) < position for slot in given)
 
     def _made_at(self, slot: int) -> int:
         """The call before which a tensor does not exist."""
@@ -776,10 +887,15 @@ class _Tiling:
         reads it and the moment at which they do.
         """
         last = max(position, *(member.position for member in members))
+        changed = {self.slots[one.slot].storage for one in members if one.changes}  # type: ignore[union-attr]
+        for storage in changed:  # no other input is the same memory
+            if sum(self.slots[slot].storage == storage for slot in builder.given()) != 1:  # type: ignore[union-attr]
+                return False
         return not any(
             first <= index <= last
             for storage, first in builder.read.items()
             for index in self.written.get(storage, ())
+            if storage not in changed or index != position
         )
 
 
@@ -798,6 +914,9 @@ class Builder:
         """Parts of what never exists whole."""
         self.made_parts: dict[tuple[int, Cut], int] = {}
         self._inputs: dict[tuple[int, Cut | None], int] = {}
+        self._numbers: dict[int, int] = {}
+        self._changed: dict[int, int] = {}
+        """For each value that is a changed part of an input, the input's number."""
         self._known: dict[tuple[int, Cut], int] = {}
         self._works: list[Work] = []
         self._several: dict[tuple[int, Cut], tuple[int, ...]] = {}
@@ -853,7 +972,8 @@ class Builder:
         try:
             number = rule(self, call, call.outputs.index(slot), cut)
         except Uncut as error:
-            raise Uncut(error.storage if error.storage >= 0 else meta.storage) from None
+            is_told = error.storage in self.tiling.gone
+            raise Uncut(error.storage if is_told else meta.storage) from None
         finally:
             self._reader = before
         if self.tiling.is_gone(slot):
@@ -863,7 +983,7 @@ class Builder:
                 self.widest_bytes, math.prod(meta.shape) * meta.dtype.itemsize / self.size
             )
         self.made_parts[slot, cut] = number
-        count, flops = math.prod(meta.shape), flops_of(self.tiling.program, call)
+        count, flops = math.prod(meta.shape), self.tiling.flops(index)
         self.flops += flops
         self.cost += count + flops * _FLOP_COST
         return number
@@ -883,9 +1003,21 @@ class Builder:
         number = self.emit(add_product, tuple(parts))
         self._works[-1] = replace(self._works[-1], adds_to=slot)
         self._closing([number])
-        flops = flops_of(self.tiling.program, call)
+        flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
+        return number
+
+    def changing(self, call: Call, cut: Cut) -> int:
+        """The number of a work that changes a tile's part of a call's first argument."""
+        number = _pointwise_of(self, call, call.args[0].slot, cut)
+        first = self._works[-1].args[0].slot
+        if first not in self._inputs.values():
+            raise Uncut
+        used = [ref for work in self._works for ref in refs_of([(work.args, work.kwargs)])]
+        if used.count(first) != 1:
+            raise Uncut
+        self._changed[number] = first
         return number
 
     def _closing(self, adding: Sequence[int]) -> tuple[set[int], dict[int, Held]]:
@@ -923,6 +1055,13 @@ class Builder:
                 args = substitute(call.args, lambda ref: Ref(self.whole(ref.slot)))
                 return self.emit(call.target, args, call.kwargs)
         return self._input(slot, None)
+
+    def number(self, slot: int) -> int:
+        """The number of a live number."""
+        if slot not in self._numbers:
+            self._numbers[slot] = self._count
+            self._count += 1
+        return self._numbers[slot]
 
     def _is_late(self, slot: int) -> bool:
         """Whether a tensor is a view that the original program makes later than the tiles run, so
@@ -971,8 +1110,12 @@ class Builder:
         return self._roots.get(number, number)
 
     def given(self) -> list[int]:
-        """Slots of the inputs, in order."""
+        """Slots of the tensors among the inputs, in order."""
         return [slot for slot, _ in self._inputs]
+
+    def given_numbers(self) -> list[int]:
+        """Slots of the numbers, which come after these."""
+        return list(self._numbers)
 
     def is_coarse(self, length: int) -> bool:
         """Whether tiles are far larger than wanted: the axis is too short, or smaller ones are
@@ -1018,7 +1161,8 @@ class Builder:
         lengths = self.lengths([(member.slot, member.cut) for member in members])
         if lengths is None:  # none that suits all
             raise Uncut(min(self.remade))
-        order = {number: place for place, number in enumerate(self._inputs.values())}
+        inputs = (*self._inputs.values(), *self._numbers.values())
+        order = {number: place for place, number in enumerate(inputs)}
         for work in self._works:
             for number in work.makes:
                 assert number is not None
@@ -1058,20 +1202,25 @@ class Builder:
             last = tuple(order[number] for number in dict.fromkeys(refs) if number not in used)
             used.update(refs)
             works.append(replace(numbered(work), last=last, over=over))
-        made = []
+        made: list[Made] = []
+        results: dict[int, tuple[int, Member]] = {}
         for number, member in zip(numbers, members, strict=True):
-            meta = self.meta(member.slot)
-            made.append(Made(order[number], member.cut, meta.shape, meta.stride, meta.dtype))
+            if not member.changes:
+                meta = self.meta(member.slot)
+                results[len(made)] = number, member
+                made.append(Made(order[number], member.cut, meta.shape, meta.stride, meta.dtype))
         body = Body(
             self.size,
             lengths[0],
-            tuple(cut for _, cut in self._inputs),
+            (*(cut for _, cut in self._inputs), *(None for _ in self._numbers)),
             tuple(reversed(works)),
             tuple(made),
             round(self.flops),
             lengths[1],
             tuple(replace(one, number=order[number]) for number, one in held.items()),
             tuple(closing),
+            tuple((order[first], order[number]) for number, first in self._changed.items()),
+            () if closing else tuple(self._over(results, order)),
         )
         parts = {
             order[number]: (slot, cut)
@@ -1079,6 +1228,26 @@ class Builder:
             if number in order
         }
         return body, parts
+
+    def _over(
+        self, results: dict[int, tuple[int, Member]], order: dict[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """`Body.over`: inputs of which tiles see their parts alone, with results of that cut and
+        layout.
+        """
+        storages = [self.meta(slot).storage for slot in self.given()]
+        roots = {self._root(number) for number, _ in results.values()}
+        for (slot, cut), number in self._inputs.items():
+            meta = self.meta(slot)
+            is_alone = storages.count(meta.storage) == 1 and number not in roots
+            if cut is None or not is_alone or number in self._changed.values():
+                continue
+            for place, (_, member) in results.items():
+                made = self.meta(member.slot)
+                if member.cut == cut and (made.shape, made.stride, made.dtype) == (
+                    meta.shape, meta.stride, meta.dtype,
+                ):  # fmt: skip
+                    yield order[number], place
 
 
 def _options(block: int, wanted: int) -> list[int]:
@@ -1098,6 +1267,14 @@ def _options(block: int, wanted: int) -> list[int]:
 
 def _size(meta: TensorMeta, cut: Cut) -> int:
     return math.prod(meta.shape[cut[0] : cut[1] + 1])
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose rows lie one behind the other."""
+    stride = [1] * len(shape)
+    for place in range(len(shape) - 2, -1, -1):
+        stride[place] = stride[place + 1] * shape[place + 1]
+    return tuple(stride)
 
 
 def _cuts(meta: TensorMeta) -> list[Cut]:
@@ -1131,6 +1308,9 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
+
+READERS = frozenset((aten.gather.default, aten.index.Tensor, aten.embedding.default))
+"""What reads elements at indices, and refuses some."""
 
 SUMS = {aten.mm.default: (1, 0), aten.bmm.default: (2, 1)}
 """The dimensions of the two factors over which a product sums."""
@@ -1180,10 +1360,17 @@ def _operand(builder: Builder, slot: int, dims: int, cut: Cut, shape: Sequence[i
 
 
 def _pointwise(builder: Builder, call: Call, place: int, cut: Cut) -> int:
-    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    return _pointwise_of(builder, call, call.outputs[place], cut)  # type: ignore[arg-type]
+
+
+def _pointwise_of(builder: Builder, call: Call, slot: int, cut: Cut) -> int:
+    """A part of what has the shape of a slot."""
+    out = builder.meta(slot)
     dims = len(out.shape)
 
     def part(ref: Ref) -> Ref:
+        if builder.tiling.slots[ref.slot] is None:
+            return Ref(builder.number(ref.slot))
         return Ref(_operand(builder, ref.slot, dims, cut, out.shape))
 
     kwargs = dict(call.kwargs)
@@ -1194,8 +1381,7 @@ def _pointwise(builder: Builder, call: Call, place: int, cut: Cut) -> int:
 
 for _target in (
     aten._to_copy.default, aten.clone.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
-    aten.softplus_backward.default, aten.hardtanh_backward.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.full_like.default,
+    aten.softplus_backward.default, aten.hardtanh_backward.default,
 ):  # fmt: skip
     RULES[_target] = _pointwise
 
@@ -1241,12 +1427,17 @@ def _permuted(builder: Builder, call: Call, place: int, cut: Cut) -> int:
         one, other = (0, 1) if call.target is aten.t.default else call.args[1:3]
         order[one], order[other] = order[other], order[one]
     own = order[cut[0] : cut[1] + 1]
-    if own != list(range(own[0], own[0] + len(own))):
+    wide = [dim for dim in own if given.shape[dim] != 1]
+    if wide != list(range(wide[0], wide[0] + len(wide))):
         raise Uncut
-    inner = own[0], own[-1]
+    inner = wide[0], wide[-1]
     number = builder.part(call.args[0].slot, inner)
     new = [_dim(dim, inner) for dim in order if not inner[0] < dim <= inner[1]]
-    return builder.emit(aten.permute.default, (Ref(number), new))
+    number = builder.emit(aten.permute.default, (Ref(number), new))
+    if wide == own:
+        return number
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    return builder.emit(aten.reshape.default, (Ref(number), _shape(out, cut)))
 
 
 @_rule(aten.unsqueeze.default)
@@ -1254,7 +1445,9 @@ def _unsqueezed(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim = call.args[1] % len(out.shape)
     if cut[0] <= dim <= cut[1]:
-        raise Uncut
+        if cut[0] == cut[1]:
+            raise Uncut
+        return builder.part(call.args[0].slot, (cut[0], cut[1] - 1))
     inner = cut if dim > cut[1] else (cut[0] - 1, cut[1] - 1)
     number = builder.part(call.args[0].slot, inner)
     return builder.emit(aten.unsqueeze.default, (Ref(number), _dim(dim, cut)))
@@ -1267,7 +1460,7 @@ def _squeezed(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     if given.shape[dim] != 1:
         return builder.part(call.args[0].slot, cut)
     if cut[0] < dim <= cut[1]:
-        raise Uncut
+        return builder.part(call.args[0].slot, (cut[0], cut[1] + 1))
     inner = cut if dim > cut[1] else (cut[0] + 1, cut[1] + 1)
     number = builder.part(call.args[0].slot, inner)
     return builder.emit(aten.squeeze.dim, (Ref(number), _dim(dim, inner)))
@@ -1375,6 +1568,15 @@ def _addmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     bias = _operand(builder, call.args[0].slot, len(out.shape), cut, out.shape)
     factors = _factors(builder, call.args[1].slot, call.args[2].slot, cut, first)
     return builder.emit(call.target, (Ref(bias), *factors), call.kwargs)
+
+
+@_rule(aten._safe_softmax.default)
+def _safe_softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = call.args[1] % len(out.shape)
+    _off(dim, cut)
+    number = builder.part(call.args[0].slot, cut)
+    return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
 
 
 @_rule(aten._softmax.default, aten._log_softmax.default)
@@ -1502,11 +1704,31 @@ def _largest(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit_all(call, cut, args)[place]
 
 
-@_rule(aten.new_zeros.default)
-def _new_zeros(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+FILLED = {
+    aten.zeros.default: aten.zeros.default,
+    aten.ones.default: aten.ones.default,
+    aten.full.default: aten.full.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+}
+"""What fills a tensor with one value, and what does so without another tensor."""
+
+
+def _filling(call: Call, out: TensorMeta, shape: list[Any]) -> tuple[tuple[Any, ...], Any]:
+    """The arguments that fill a tensor of a shape as a call does."""
+    value = call.args[-1:] if FILLED[call.target] is aten.full.default else ()
+    return (shape, *value), {"dtype": out.dtype, "device": out.device}
+
+
+@_rule(*FILLED)
+def _filled(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    kinds = {"dtype": out.dtype, "device": out.device}
-    return builder.emit(aten.zeros.default, (_shape(out, cut),), kinds)
+    args, kwargs = _filling(call, out, _shape(out, cut))
+    return builder.emit(FILLED[call.target], args, kwargs)
 
 
 @_rule(aten.scatter_add.default)
@@ -1528,16 +1750,18 @@ def _scatter_added(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (number, _dim(dim, cut), within, part))
 
 
-def _within(builder: Builder, number: int, size: int) -> Ref:
+def _within(builder: Builder, number: int, size: int, *, is_signed: bool = False) -> Ref:
     """Indices in a range. Others are refused beside the tiles: see `_Tiling._check_indices`."""
-    return Ref(builder.emit(aten.clamp.default, (Ref(number), 0, size - 1)))
+    least = -size if is_signed else 0
+    return Ref(builder.emit(aten.clamp.default, (Ref(number), least, size - 1)))
 
 
 def _is_zero(tiling: _Tiling, slot: int) -> bool:
     """Whether a tensor is made of zeros whose sign is positive."""
     index = tiling.makers.get(slot)
-    zeros = aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default
-    return index is not None and tiling.program.calls[index].target in zeros
+    if index is None:
+        return False
+    return FILLED.get(tiling.program.calls[index].target) is aten.zeros.default
 
 
 def _lacks(shape: Sequence[int], indices: Sequence[int], dim: int) -> bool:
@@ -1560,3 +1784,123 @@ def _gathered(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     number = Ref(builder.part(call.args[0].slot, cut))
     within = _within(builder, builder.part(call.args[2].slot, cut), given.shape[dim])
     return builder.emit(call.target, (number, _dim(dim, cut), within))
+
+
+def _indices_of(builder: Builder, call: Call) -> tuple[list[int], int]:
+    """Slots of the indices of an operator that reads or changes the first dimensions of a tensor
+    there, and how many dimensions these indices have together.
+    """
+    found: list[int] = []
+    for ref in call.args[1]:
+        if not isinstance(ref, Ref):
+            raise Uncut
+        found.append(ref.slot)
+    metas = [builder.meta(slot) for slot in found]
+    if any(meta.dtype not in (torch.int32, torch.int64) for meta in metas):
+        raise Uncut
+    sizes = builder.meta(call.args[0].slot).shape
+    for slot, size in zip(found, sizes, strict=False):
+        builder.tiling.extents[slot] = (0, size)
+    return found, max(len(meta.shape) for meta in metas)
+
+
+def _moved(cut: Cut, by: int) -> Cut:
+    return cut[0] + by, cut[1] + by
+
+
+@_rule(aten.index.Tensor)
+def _read_at(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = call.args[0].slot
+    found, dims = _indices_of(builder, call)
+    sizes = builder.meta(given).shape
+    if cut[0] >= dims:
+        number = builder.part(given, _moved(cut, len(found) - dims))
+        numbers = [builder.whole(slot) for slot in found]
+    elif cut[1] < dims:
+        if any(len(builder.meta(slot).shape) != dims for slot in found):
+            raise Uncut
+        number = builder.whole(given)
+        numbers = [builder.part(slot, cut) for slot in found]
+    else:
+        raise Uncut
+    within = [
+        _within(builder, one, size, is_signed=True)
+        for one, size in zip(numbers, sizes, strict=False)
+    ]
+    return builder.emit(call.target, (Ref(number), within))
+
+
+@_rule(aten.index_put.default)
+def _put_at(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given, _, values = call.args[:3]
+    found, dims = _indices_of(builder, call)
+    out = builder.meta(given.slot)
+    if cut[0] < len(found) or len(builder.meta(values.slot).shape) != len(out.shape) + dims - len(
+        found
+    ):
+        raise Uncut
+    number = builder.part(given.slot, cut)
+    part = builder.part(values.slot, _moved(cut, dims - len(found)))
+    within = [
+        _within(builder, builder.whole(slot), size, is_signed=True)
+        for slot, size in zip(found, out.shape, strict=False)
+    ]
+    return builder.emit(call.target, (Ref(number), within, Ref(part), *call.args[3:]))
+
+
+@_rule(aten.embedding.default)
+def _embedded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given, indices = (ref.slot for ref in call.args[:2])
+    rows = builder.meta(given).shape[0]
+    dims = len(builder.meta(indices).shape)
+    builder.tiling.extents[indices] = (0, rows)
+    if cut == (dims, dims):
+        number, own = builder.part(given, (1, 1)), builder.whole(indices)
+    elif cut[1] < dims:
+        number, own = builder.whole(given), builder.part(indices, cut)
+    else:
+        raise Uncut
+    return builder.emit(call.target, (Ref(number), _within(builder, own, rows), *call.args[2:]))
+
+
+@_rule(aten.embedding_dense_backward.default)
+def _embedding_gradient(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    grad, indices, rows, padding, is_scaled = call.args
+    builder.tiling.extents[indices.slot] = (0, rows)
+    own = Ref(builder.whole(indices.slot))
+    if cut == (1, 1):
+        last = len(builder.meta(grad.slot).shape) - 1
+        number = builder.part(grad.slot, (last, last))
+        return builder.emit(call.target, (Ref(number), own, rows, padding, is_scaled))
+    if cut != (0, 0) or is_scaled:
+        raise Uncut
+    args = Ref(builder.whole(grad.slot)), own, Start(), Length(), padding
+    return builder.emit(embedding_from, args)
+
+
+@_rule(aten.stack.default)
+def _stacked(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
+    dim = (call.args[1] if len(call.args) > 1 else 0) % len(out.shape)
+    _off(dim, cut)
+    inner = cut if dim > cut[1] else _moved(cut, -1)
+    parts = [Ref(builder.part(ref.slot, inner)) for ref in call.args[0]]
+    return builder.emit(aten.stack.default, (parts, _dim(dim, cut)))
+
+
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@_rule(_ATTENTION, _ATTENTION_BACKWARD)
+def _attention(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    """Samples, or heads."""
+    if cut not in ((0, 0), (1, 1)):
+        raise Uncut
+    mask = call.kwargs.get("attn_mask")
+    parts = [Ref(builder.part(arg.slot, cut)) if isinstance(arg, Ref) else arg for arg in call.args]
+    if mask is not None:
+        shape = builder.meta(call.args[0].slot).shape
+        mask = Ref(_operand(builder, mask.slot, len(shape), cut, shape))
+    kwargs = {**call.kwargs, "attn_mask": mask}
+    return builder.emit_all(replace(call, kwargs=kwargs), cut, tuple(parts))[place]

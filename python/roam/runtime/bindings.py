@@ -193,13 +193,11 @@ def _early_numbers(program: Program) -> set[int]:
 
     If such arithmetic raises an error, which the step's code may handle, a run can still be left to
     the step itself as long as nothing has been changed. Numbers take no memory, so the plan does
-    not mind. Those that come after a branch stay there: the code may not get to them.
+    not mind.
     """
     numbers = {slot for _, slot in program.referenced if program.slots[slot] is None}
     early: set[int] = set()
     for index, call in enumerate(program.calls):
-        if call.is_branch:
-            break
         slots = call.refs()
         if (
             slots

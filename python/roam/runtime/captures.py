@@ -18,7 +18,10 @@ from roam.tracing.step import CapturedStep
 
 
 class _Runs(Protocol):
-    def failure(self, call: StepCall, known: tuple[bool, ...] = ()) -> Misfit | None: ...
+    @property
+    def is_first(self) -> bool: ...
+
+    def failure(self, call: StepCall) -> Misfit | None: ...
 
 
 _FEW = 4
@@ -85,12 +88,8 @@ class Captures(Sequence[Captured[R]]):
     def __iter__(self) -> Iterator[Captured[R]]:
         return reversed(self._captures)
 
-    def find(
-        self, call: StepCall, taker: Taker, known: tuple[bool, ...] = ()
-    ) -> tuple[Captured[R], R] | Misfit:
-        """The capture that fits a call, or why the most similar capture does not fit. `known` are
-        the call's first answers to branches.
-        """
+    def find(self, call: StepCall, taker: Taker) -> tuple[Captured[R], R] | Misfit:
+        """The capture that fits a call, or why the most similar capture does not fit."""
         first, self.larger = None, None
         alike = self._by_key.get(call.key(taker), ())
         ranges = (one for one in self if one.step.arguments.sizes is not None and one not in alike)
@@ -99,7 +98,9 @@ class Captures(Sequence[Captured[R]]):
             if isinstance(misfit, Larger):
                 self.larger = captured, misfit.values
             for runner in () if misfit else captured.runners:
-                misfit = runner.failure(call, known)
+                misfit = runner.failure(call) or captured.step.state_failure(
+                    call, is_first=runner.is_first
+                )
                 if misfit is None:
                     self._use(captured)
                     return captured, runner

@@ -22,6 +22,7 @@ from roam.program.barrier import is_barrier
 from roam.program.ir import Ref, substitute
 from roam.program.operators import on_list
 from roam.runtime.bindings import POISON, Bindings, Outgoing
+from roam.runtime.first_run import lies
 from roam.runtime.streams import Streams
 from roam.state.sizes import Size, expressions_in
 from roam.torch_compat.private import OpOverload, c_function
@@ -166,6 +167,7 @@ class GeneratedSource:
             return
         bindings, way = self._bindings, self._bindings.way(index)
         call, differs = bindings.program.calls[index], self._names.constant(self._checks)
+        alike = self._names.constant(lies)
         for slot in call.outputs:
             meta = None if slot is None else bindings.program.slots[slot]
             if meta is None or not any(expressions_in((meta.shape, meta.stride))):
@@ -178,8 +180,8 @@ class GeneratedSource:
                 place = self._names.constant(view)
                 yield f"t = {self._line(call.function, args, kwargs)}"
                 yield (
-                    f"t.shape == {shape} and t.stride() == {place}.stride() and t.data_ptr() == {place}.data_ptr() or "
-                    f"t.numel() == 0 or {differs}({index})"
+                    f"t.shape == {shape} and (t.stride() == {place}.stride() or {alike}(t, {place}.stride())) and "
+                    f"t.data_ptr() == {place}.data_ptr() or t.numel() == 0 or {differs}({index})"
                 )
             elif view is not None:
                 if way == "write":
@@ -187,7 +189,8 @@ class GeneratedSource:
             else:
                 stride = self._names.argument(meta.stride)
                 yield (
-                    f"v{slot}.shape == {shape} and v{slot}.stride() == {stride} or v{slot}.numel() < 2 or {differs}({index})"
+                    f"v{slot}.shape == {shape} and (v{slot}.stride() == {stride} or {alike}(v{slot}, {stride})) or "
+                    f"{differs}({index})"
                 )
 
     def _call(self, index: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal
@@ -32,7 +32,6 @@ from roam.state.snapshot import Snapshot, random_sources
 from roam.state.wrappers import Form, is_faked, is_wrapper, parts_of
 from roam.switch import is_disabled
 from roam.torch_compat.private import c_pointer, local_of, pytree
-from roam.tracing.numbers.branch_answers import Seen, watching
 from roam.tracing.step import refuse_shapeless
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
@@ -246,9 +245,7 @@ class _Trial:
                         if refusal.code in ("step_raised", "value_reached_python"):
                             self._eager_step()  # which may raise it too
                         raise
-                seen = Seen()
-                eager = [_without_tensors(values) for values in self._eagerly(self.steps, seen)]
-                planned.show(seen)
+                eager = [_without_tensors(values) for values in self._eagerly(self.steps)]
                 start.restore()
                 differences: list[Difference] = []
                 freed = 0
@@ -270,12 +267,10 @@ class _Trial:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the comparison found
             return self._ended("failed", found, error=error)
 
-    def _eagerly(self, steps: int, seen: Seen | None = None) -> Iterator[_Values]:
-        """What each of so many steps leaves; `seen` gets what reaches Python in the first."""
-        for place in range(steps):
-            with nullcontext() if place or seen is None else watching(seen):
-                called = self._eager_step()
-            yield self._after(*called)
+    def _eagerly(self, steps: int) -> Iterator[_Values]:
+        """What each of so many steps leaves."""
+        for _ in range(steps):
+            yield self._after(*self._eager_step())
 
     def _eager_step(self) -> tuple[Any, Any]:
         try:

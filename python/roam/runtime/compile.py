@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,25 +46,16 @@ from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
+from roam.state.policies import Policy
 from roam.state.references import ArgumentReference
+from roam.state.settings import in_place, put
 from roam.state.sizes import OneLength
-from roam.state.snapshot import apply
 from roam.state.step_call import StepCall
 from roam.state.wrappers import is_faked
 from roam.switch import is_disabled
 from roam.torch_compat.private import left_by_dynamo, local_of, version_of
-from roam.tracing.numbers.branch_answers import Answers, Seen, watching
 from roam.tracing.stand_ins.function_stand_ins import is_tracing
 from roam.tracing.step import CapturedStep, Known, Variant, capture_step
-
-_MOST_SEEN = 256
-"""How many runs of the user's function are remembered, each with what it saw."""
-_MANY_IN_VAIN = 8
-
-_WATCHED = (
-    "the step branches on values, so your own function runs once, to learn their outcomes; the next "
-    "call is captured"
-)
 
 OnChange = Literal["replan", "raise", "eager"]
 Python = Literal["auto", "idle", "beside"]
@@ -273,14 +263,8 @@ class Step:
         self._timings: Timings | None = None
         self._partly_updated: list[tuple[Any, Any, int]] = []
         self._failed_because = ""
-        self._seen: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
-        """What runs of the user's function saw, by the kind of call and the first answers to its
-        branches."""
-        self._shown: Seen | None = None
         self._is_told = False
         """Whether the user has been warned that a call may have exceeded the limit."""
-        self._in_vain = 0
-        """How many calls in a row had answers that no plan is for."""
         self._settled: Hashable = None
         """The kind of call to which `Known.settling` belongs."""
         self._declined: set[str] = set()
@@ -356,24 +340,15 @@ class Step:
             and is_possible()
         )
 
-    def _runner(
-        self,
-        call: StepCall,
-        known: tuple[bool, ...] = (),
-        likely: tuple[bool, ...] = (),
-    ) -> Runner | None:
-        """What runs this call, whose first answers to branches are `known`, and all of them perhaps
-        `likely`; None if the user's function itself does.
-        """
+    def _runner(self, call: StepCall) -> Runner | None:
+        """What runs this call; None if the user's function itself does."""
         if is_disabled() or is_tracing():
             return None
         self._refuse_after_partial_update()
-        found = self._captures.find(call, self._known.taker, known)
+        found = self._captures.find(call, self._known.taker)
         if isinstance(found, Misfit) and self._captures.larger and self._on_change == "replan":
-            found = self._enlarged(*self._captures.larger, call, known)
+            found = self._enlarged(*self._captures.larger, call)
         if isinstance(found, Misfit):
-            if known and self._on_change != "replan":
-                return None
             if len(self._captures) and self._on_change == "eager":
                 replans.info("%s runs eagerly, since no plan fits: %s", self._name, found)
                 return None
@@ -387,23 +362,27 @@ class Step:
                 call.args, call.kwargs, self._known.policies
             )
             self._check_worth(found)
-            capture = self._capture_seen(call, found, known, likely)
+            capture = self._capture_unless_unsettled(call, found)
             if capture is None:
                 return None
             found = capture
         captured, runner = found
         if any(one.has_news for one in captured.runners) and not _has_ranks():
-            captured, runner = self._planned_again(captured, call, known)
-        if pending := [setting for setting in captured.step.settings if setting.is_pending()]:
-            apply(pending)  # as the user's function would now
-            runner.failure(call, known)  # what has been set may be an input
+            captured, runner = self._planned_again(captured, call)
+        pending = captured.step.pending(call, is_first=runner.is_first)
+        if pending is not None:
+            put(pending.all)  # as the user's function would now
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:
         """Refuses a plan that only one value among the arguments asks for, as others did before it,
         if the step can run beside a plan for all of them.
         """
-        if misfit.place in self._known.taker.varied and self._captures.has_made(misfit.place):
+        if (
+            misfit.place in self._known.taker.varied
+            and self._captures.has_made(misfit.place)
+            and not (self._is_fixed(misfit.place) and self._ranges.may_follow(misfit.place))
+        ):
             refusal = CaptureError(
                 f"{misfit}, as in earlier calls, and each value has a plan of its own; if the step only shows or counts such "
                 "values, leave them out of its arguments",
@@ -412,39 +391,17 @@ class Step:
             if self.may_run_beside(refusal):
                 raise refusal
 
-    def _capture_seen(
-        self,
-        call: StepCall,
-        reason: Misfit,
-        known: tuple[bool, ...],
-        likely: tuple[bool, ...],
+    def _is_fixed(self, path: str) -> bool:
+        """Whether the step has been found to need the value of the whole number at a path."""
+        return self._known.policies.of((path, int)) is Policy.FIXED
+
+    def _capture_unless_unsettled(
+        self, call: StepCall, reason: Misfit
     ) -> tuple[Captured[Runner], Runner] | None:
-        """A capture for the answers to branches that a run has shown. None if a run has to be
-        watched first, or if there are plans for enough answers already.
-        """
-        seen = self._seen.get((call.kind(self._known.taker), known), self._shown)
-        # The step's own function keeps to no budget, so where there is one, answers are guessed.
-        may_guess = seen is not None or self._options.memory is not None
-        if known and (not may_guess or len(self._captures) >= self._captures.most):
-            return None
-        # One of several ranks goes on, to see whether collectives follow: its own function might
-        # leave the others waiting.
-        stops = not may_guess and not _has_ranks()
-        answers = Answers(known, seen, likely, may_guess=not stops)
+        """A capture; None if the user's function has to run first."""
         try:
-            captured = self._capture(call, reason, answers, may_guess=may_guess)
-        except Unseen:
-            logger.info(_WATCHED)
-            return None
+            captured = self._capture(call, reason)
         except CaptureError as refusal:
-            # A guess may lead where the step never goes.
-            if answers.guessed and seen is None and refusal.code != "collective_branch":
-                logger.info(_WATCHED)
-                return None
-            if refusal.is_unusual:
-                return None
-            if known and refusal.code == "step_raised":  # as the user's own function will
-                return None
             # Where other calls could be captured, this call's data may be at fault, and the user's
             # own function raises the same.
             most = refusal.settles
@@ -461,45 +418,31 @@ class Step:
         self._known.settling = 0
         return captured
 
-    def _own(self, call: StepCall, known: tuple[bool, ...] = ()) -> Any:
-        """Runs the user's function itself. If the step is to be captured once its answers to
-        branches have been seen, the run is watched.
-        """
-        with nullcontext() if is_tracing() else freed_stood_for():
-            return self._watched(call, known)
-
-    def _watched(self, call: StepCall, known: tuple[bool, ...]) -> Any:
+    def _own(self, call: StepCall) -> Any:
+        """Runs the user's function itself."""
         is_captured_once = self._on_change != "replan" and len(self._captures) > 0
-        if is_disabled() or is_tracing() or is_captured_once:
-            return self._eagerly(call)
-        if self._options.memory is not None and not self._is_told:
+        is_planned = not (is_disabled() or is_tracing() or is_captured_once)
+        if is_planned and self._options.memory is not None and not self._is_told:
             self._is_told = True
             logger.warning(
                 "%s: no plan fits this call, so your own function runs, and its memory may "
                 "exceed the limit",
                 self._name,
             )
-        key, seen = (call.kind(self._known.taker), known), Seen()
         try:
-            with watching(seen):
-                result = self._eagerly(call)
+            with nullcontext() if is_tracing() else freed_stood_for():
+                return self._eagerly(call)
         except Exception:
             self._known.settling = 0  # it has set nothing up
             raise
-        self._seen[key] = seen
-        self._seen.move_to_end(key)
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.popitem(last=False)
-        return result
 
     def _eagerly(self, call: StepCall) -> Any:
         call.forget()  # nothing is to live longer than in eager PyTorch
         return self._train_step(*call.args, **call.kwargs)
 
     def _run(self, runner: Runner, call: StepCall, *, is_measured: bool = False) -> Any:
-        """Runs a call by a plan. If the call has other answers to branches than the plan, it runs
-        by a plan for these, or by the user's function. If asked, the run by the plan that fits is
-        measured.
+        """Runs a call by a plan, or by the user's function where a check does not pass. If asked,
+        the run by the plan is measured.
         """
         if runner.plan.estimate:
             raise ExecutionError(
@@ -507,35 +450,18 @@ class Step:
                 f"{runner.plan.estimate}",
                 code="estimate",
             )
-        other: Runner | None = runner
-        known: tuple[bool, ...] = ()
-        likely: tuple[bool, ...] = ()
-        while other is not None:
-            try:
-                once = partial(self._run_once, other, call)
-                result = other.measured(once) if is_measured else once()
-                self._in_vain, self._known.settling, self._last = 0, 0, other
-                return result
-            except Declined as declined:
-                misfit = declined.misfit
-                if misfit.way == "own":
-                    level = logging.INFO if misfit in self._declined else logging.WARNING
-                    self._declined.add(misfit)
-                    logger.log(level, "%s; your own function runs in the plan's place", misfit)
-                    with freed_stood_for():
-                        return self._eagerly(call)
-                logger.info("%s", misfit)
-                known, likely = misfit.answers, misfit.likely
-            call.forget()
-            other = self._runner(call, known, likely)
-        self._in_vain += 1
-        if self._in_vain == _MANY_IN_VAIN:
-            logger.warning(
-                "in each of the last %d calls, branches on values (docs/explanation/guards.md) went another way than in every plan, so "
-                "your own function ran. Use torch.where there, or set ROAM_DISABLE=1",
-                self._in_vain,
-            )
-        return self._own(call, known)
+        try:
+            once = partial(self._run_once, runner, call)
+            result = runner.measured(once) if is_measured else once()
+        except Declined as declined:
+            misfit = declined.misfit
+            level = logging.INFO if misfit in self._declined else logging.WARNING
+            self._declined.add(misfit)
+            logger.log(level, "%s; your own function runs in the plan's place", misfit)
+            with freed_stood_for():
+                return self._eagerly(call)
+        self._known.settling, self._last = 0, runner
+        return result
 
     def _run_once(self, runner: Runner, call: StepCall) -> Any:
         try:
@@ -568,9 +494,7 @@ class Step:
         """The plan by which a call with these arguments would run. The step itself does not run.
 
         The plan's `total_bytes` is the memory that the step will take, known before step 1. Kernels
-        that may take memory for themselves are tried on zeros, once in a process. If the step
-        branches on values that no run has shown yet, the plan assumes that numbers are finite, and
-        that all other conditions are false.
+        that may take memory for themselves are tried on zeros, once in a process.
         """
         call = StepCall(args, kwargs)
         if self._beside is not None:
@@ -579,8 +503,7 @@ class Step:
                 return planned.choice.plan
         found = self._captures.find(call, self._known.taker)
         if isinstance(found, Misfit):
-            seen = self._seen.get((call.kind(self._known.taker), ()))
-            found = self._capture(call, found, Answers(seen=seen))
+            found = self._capture(call, found)
         return found[1].plan
 
     @property
@@ -622,12 +545,6 @@ class Step:
             self._keep_grads = True
             self.release()
             self._captures = Captures(self._captures.most)
-
-    def show(self, seen: Seen) -> None:
-        """Gives captures the outcomes of branches that another step's run has shown, for as long as
-        this step has had no such run of its own.
-        """
-        self._shown = seen
 
     def watched(self, *args: Any, **kwargs: Any) -> tuple[Program, PlannedValues]:
         """Runs one step like a call of the object, and tells what each call of its program made.
@@ -844,7 +761,7 @@ class Step:
         A call that no plan fits is not measured.
         """
         call = StepCall(args, kwargs)
-        runner = self._runner(call)
+        runner = None if self._runs_beside() else self._runner(call)
         if runner is None:
             return self._own(call)
         self._last = runner
@@ -871,19 +788,8 @@ class Step:
                 for runner in captured.runners:
                     runner.take_out()
 
-    def _capture(
-        self,
-        call: StepCall,
-        reason: Misfit,
-        answers: Answers,
-        *,
-        may_guess: bool = True,
-    ) -> tuple[Captured[Runner], Runner]:
-        """Captures and plans.
-
-        Raises:
-            Unseen: where an answer had to be guessed and may not; then nothing is planned.
-        """
+    def _capture(self, call: StepCall, reason: Misfit) -> tuple[Captured[Runner], Runner]:
+        """Captures and plans."""
         if len(self._captures):
             replans.info("%s is planned anew: %s", self._name, reason)
         announce()
@@ -901,14 +807,13 @@ class Step:
                     keep_grads=self._keep_grads,
                     known=self._known,
                     asks_kernels=True,
-                    answers=answers,
                 )
                 known = [captured.step for captured in self._captures]
                 varies = not self._captures.has_run_again()
-                of_range = self._ranges.capture(capture, known, call, varies=varies)
+                of_range = self._ranges.capture(capture, known, call, self._is_fixed, varies=varies)
                 step = of_range or capture()
-            if answers.guessed and not may_guess:
-                raise Unseen
+                if step.settings and (found := self._that_sets(step, call)) is not None:
+                    return found
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled
             call.forget()
@@ -952,8 +857,24 @@ class Step:
             code="no_plan_fits",
         )
 
+    def _that_sets(
+        self, step: CapturedStep, call: StepCall
+    ) -> tuple[Captured[Runner], Runner] | None:
+        """An earlier capture that a new one is, apart from what the step sets itself. From now on
+        it is for such calls too.
+        """
+        call.forget()
+        with in_place(step.settings[0].all):
+            found = self._captures.find(call, self._known.taker)
+        call.forget()
+        if isinstance(found, Misfit) or not found[0].step.sets_too(step):
+            return None
+        replans.info("%s keeps its plan, since the step sets this itself", self._name)
+        again = self._captures.find(call, self._known.taker)
+        return None if isinstance(again, Misfit) else again
+
     def _planned_again(
-        self, captured: Captured[Runner], call: StepCall, known: tuple[bool, ...]
+        self, captured: Captured[Runner], call: StepCall
     ) -> tuple[Captured[Runner], Runner]:
         """Plans a capture anew, since a first run has shown what kernels of others take for
         themselves.
@@ -965,7 +886,7 @@ class Step:
             runners = self._planned(captured.step, timings, is_real=True)
         seconds = captured.seconds + timings.total_s
         self._captures.replace(captured, replace(captured, runners=runners, seconds=seconds))
-        found = self._captures.find(call, self._known.taker, known)
+        found = self._captures.find(call, self._known.taker)
         assert not isinstance(found, Misfit), "the same capture fits"
         return found
 
@@ -974,7 +895,6 @@ class Step:
         captured: Captured[Runner],
         values: tuple[int, ...],
         call: StepCall,
-        known: tuple[bool, ...],
     ) -> tuple[Captured[Runner], Runner] | Misfit:
         """Plans a capture anew for larger sizes, of which its recording holds, too."""
         replans.info("%s is planned anew for larger arguments: %s", self._name, values)
@@ -997,7 +917,7 @@ class Step:
         self._captures.replace(
             captured, replace(captured, step=larger, runners=runners, seconds=seconds)
         )
-        return self._captures.find(call, self._known.taker, known)
+        return self._captures.find(call, self._known.taker)
 
     def _planned(
         self, step: CapturedStep, timings: Timings, *, is_real: bool, effort: Effort = "all"
@@ -1059,10 +979,6 @@ class Step:
                 code="torn",
             )
         self._partly_updated = []
-
-
-class Unseen(Exception):
-    """A step branches on values that no run has shown yet."""
 
 
 def _has_ranks() -> bool:

@@ -269,8 +269,6 @@ _RANDOM = (
 
 def _why_not(program: Program, call: Call) -> tuple[str, str] | None:
     """Why a call cannot be recorded, and what to change; None if it can."""
-    if call.is_branch:
-        return "the step's code decides by a value", "decide by torch.where"
     if call.is_check:
         return "the step's code checks a value", "check it after the step"
     if call.skip_if is not None:

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from roam._core import Plan
-from roam.distributed.collectives import is_collective
 from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
 from roam.kernels.workspace import learning
 from roam.program import resized
 from roam.program.barrier import is_barrier
 from roam.program.bits import differ
-from roam.program.checks import CheckFailed
 from roam.program.copies import settle
 from roam.program.ir import Call, Program, substitute
 from roam.program.operators import UNINITIALIZED
@@ -52,9 +50,6 @@ class Failure:
     step: int
     """Place in the plan's order of the call that raised."""
     call: Call
-    later_answers: tuple[bool, ...] = ()
-    """If a branch has another outcome than in the plan: those of the branches after it, as far as
-    they were found out."""
 
 
 class Executor:
@@ -285,12 +280,7 @@ class Executor:
                 else:
                     is_complete = False
             except BaseException as error:
-                later = (
-                    self._later_answers(step, values, check)
-                    if isinstance(error, CheckFailed) and call.is_branch
-                    else ()
-                )
-                error._roam_failure = Failure(step, call, later)  # type: ignore[attr-defined]
+                error._roam_failure = Failure(step, call)  # type: ignore[attr-defined]
                 raise
             self._forget(step, index, values)
         values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
@@ -325,31 +315,6 @@ class Executor:
                     values.pop(slot, None)
             elif self.bindings.is_poisoned(storage, index):
                 self.bindings.range(storage).fill_(POISON)
-
-    def _later_answers(self, step: int, values: dict[int, Any], check: Check) -> tuple[bool, ...]:
-        """The outcomes of the branches after the one at a step, as far as they can be computed
-        before anything from before the run is changed. In the step's code they may be others, since
-        it goes another way there than the program.
-        """
-        order, calls = self.bindings.order, self.program.calls
-        last = max((at for at, index in enumerate(order) if calls[index].is_branch), default=step)
-        found: list[bool] = []
-        given = {self.program.storage_of(slot) for _, slot in self._referenced_tensors()}
-        for at in range(step + 1, last + 1):
-            self._forget(at - 1, order[at - 1], values)
-            call = calls[order[at]]
-            if is_collective(call.target) or not given.isdisjoint(
-                map(self.program.storage_of, call.mutates)
-            ):
-                break
-            try:
-                if call.is_branch:
-                    found.append(bool(values[call.args[0].slot]))
-                elif call.skip_if is None or not values[call.skip_if]:
-                    self._run_one(order[at], call, values, check)
-            except Exception:  # noqa: BLE001 - on a way that the step does not go
-                break
-        return tuple(found)
 
     def _run_one(self, index: int, call: Call, values: dict[int, Any], check: Check) -> None:
         way = self.bindings.way(index)

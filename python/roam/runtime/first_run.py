@@ -244,21 +244,24 @@ def _metadata(meta: TensorMeta, value: torch.Tensor) -> list[tuple[str, Any, Any
         ("device", meta.device.type, value.device.type),
     ]
     if value.numel():
-        # A dimension of one element has no meaningful stride.
-        large = [dimension for dimension, size in enumerate(meta.shape) if size != 1]
-        strides = tuple(meta.stride[d] for d in large if d < value.dim())
         compared.append(
-            ("strides", strides, tuple(value.stride(d) for d in large if d < value.dim()))
+            ("strides", steps(meta.shape, meta.stride), steps(meta.shape, value.stride()))
         )
         compared.append(("storage offset", meta.offset, value.storage_offset()))
     return compared
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, list[tuple[int, int]]]:
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor's elements are."""
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    return (
-        tensor.data_ptr(),
-        tensor.dtype,
-        [(size, stride) for size, stride in extents if size != 1],
-    )
+    shape, large = tensor.shape, [size for size in tensor.shape if size != 1]
+    return tensor.data_ptr(), tensor.dtype, large, steps(shape, tensor.stride())
+
+
+def steps(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor that mean anything: not those of dimensions of one element."""
+    return tuple(step for size, step in zip(shape, stride, strict=False) if size != 1)
+
+
+def lies(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor lie as with these strides."""
+    return tensor.numel() < 2 or steps(tensor.shape, stride) == steps(tensor.shape, tensor.stride())

@@ -23,6 +23,7 @@ from roam.kernels.calls import Placed, placing
 from roam.program.diff import difference
 from roam.program.effects import Rebind
 from roam.program.ir import Program
+from roam.program.passes import with_state, with_used_state
 from roam.program.resized import at, calls_at, distinct, over
 from roam.runtime.log import logger, replans
 from roam.runtime.strategy import Choice, Effort, Options
@@ -108,6 +109,8 @@ class Ranges:
         """Whether a plan is to hold for the sizes that the user has said, or none is made."""
         self._has_limit = options.memory is not None
         self._has_bytes = options.memory is not None and options.memory.share is None
+        self._of_value = set[str]()
+        """Paths of whole numbers among the arguments that cannot follow from symbols."""
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
 
@@ -148,6 +151,7 @@ class Ranges:
         capture: Callable[..., CapturedStep],
         known: Sequence[CapturedStep],
         call: StepCall,
+        is_fixed: Callable[[str], bool],
         *,
         varies: bool = False,
     ) -> CapturedStep | None:
@@ -157,6 +161,8 @@ class Ranges:
         Args:
             capture: captures the call; takes `sized`.
             known: the captures that are kept, the most recent first.
+            is_fixed: whether the step has been found to need the value of the whole number at a
+                path of the arguments, which has not been the same in all calls.
             varies: whether each call so far had another size. Then larger ones are likely to come.
         """
         if not self._is_possible:
@@ -166,29 +172,64 @@ class Ranges:
             if reason:
                 logger.warning("one plan does not hold for the sizes that sizes= says: %s", reason)
             return step
+
+        def needs_value(path: str) -> bool:
+            return is_fixed(path) and self.may_follow(path)
+
         for before in known:
-            if before.guards.failure() is not None:
+            if before.state_failure(call) is not None:
                 continue
-            changes = before.arguments.changes(call)
-            dims = _dims(before, changes)
-            key = _key(dims)
-            if not dims or self._tries[key] >= _TRIES:
+            arguments = before.arguments
+            numbers = arguments.numbers(call, needs_value)
+            found = self._tried(capture, before, known, call, numbers, varies=varies)
+            if found is None:
                 continue
-            found = None
-            try:
-                found = self._captured(capture, before, known, changes, dims, call, varies=varies)
-                if found.arguments.sizes is not None:
-                    return found
-                reason = "it goes another way if sizes may change"
-            except CaptureError as error:
-                reason = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever meets symbols; a plain capture follows
-                reason = str(error) if isinstance(error, OneLength) else repr(error)
-                self._tries[key] = _TRIES
-            self._tries[key] += 1
-            replans.info("one plan does not hold for several sizes of this step: %s", reason)
+            more = arguments.numbers(call, needs_value)
+            if more != numbers:  # as has just been found
+                found = self._tried(capture, before, known, call, more, varies=varies) or found
             return found
         return None
+
+    def _tried(
+        self,
+        capture: Callable[..., CapturedStep],
+        before: CapturedStep,
+        known: Sequence[CapturedStep],
+        call: StepCall,
+        numbers: Sequence[int],
+        *,
+        varies: bool,
+    ) -> CapturedStep | None:
+        """A capture of a call that holds for other sizes than those of an earlier one. If none is
+        found, a capture of the call alone, or None.
+
+        Args:
+            numbers: the places of whole numbers among the arguments that are to follow from
+                symbols.
+        """
+        changes = before.arguments.changes(call, numbers)
+        dims = _dims(before, changes)
+        key, found = _key(dims), None
+        if not dims or self._tries[key] >= _TRIES:
+            return None
+        try:
+            found = self._captured(capture, before, known, changes, dims, call, varies=varies)
+            if found.arguments.sizes is not None:
+                return found
+            reason = "it goes another way if sizes may change"
+        except CaptureError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever meets symbols; a plain capture follows
+            reason = str(error) if isinstance(error, OneLength) else repr(error)
+            self._tries[key] = _TRIES
+        self._tries[key] += 1
+        self._of_value.update(map(before.arguments.path_of, numbers))
+        replans.info("one plan does not hold for several sizes of this step: %s", reason)
+        return found
+
+    def may_follow(self, path: str) -> bool:
+        """Whether a whole number among the arguments may follow from a symbol."""
+        return self._is_possible and path not in self._of_value
 
     def has_failed(self, step: CapturedStep) -> None:
         """Notes that no plan for many sizes was found for a capture that holds for them."""
@@ -308,7 +349,12 @@ class Ranges:
         }
         sized = SizedKernels(
             symbols,
-            {id(leaves[place]): (leaves[place], layout) for place, layout in layouts.items()},
+            {
+                id(leaves[place]): (leaves[place], layout)
+                for place, layout in layouts.items()
+                if type(leaves[place]) is not int
+            },
+            {place: sizes[0] for place, sizes in of_place.items() if type(leaves[place]) is int},
         )
         try:
             step = capture(sized=sized)
@@ -458,7 +504,7 @@ def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes
     for one, other in both:
         for mine, its in ((one.as_written, other.as_written), (one.program, other.program)):
             expected = its if earlier is None else at(its, earlier.captured())
-            if any(_elsewhere(mine)) or not _is_same(at(mine, of_before), expected):
+            if any(_elsewhere(mine)) or not _is_again(expected, at(mine, of_before)):
                 return False
     return bool(both)
 
@@ -632,6 +678,17 @@ def _elsewhere(program: Program) -> Iterator[Expression]:
     for left in program.of(Rebind):
         if (meta := program.slots[left.slot]) is not None:
             yield from expressions_in(meta.shape)
+
+
+def _is_again(before: Program, later: Program) -> bool:
+    """Whether a program is an earlier one, perhaps with state that the earlier one made, or that
+    neither uses.
+    """
+    if _is_same(later, before):
+        return True
+    later = with_used_state(later)
+    expected = with_state(with_used_state(before), later)
+    return expected is not None and _is_same(later, expected)
 
 
 def _is_same(one: Program, other: Program) -> bool:

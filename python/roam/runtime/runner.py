@@ -134,7 +134,7 @@ class Runner:
         logger.debug("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
-        self._runs_once, self._offloads = variant.runs_once, options.offload is not None
+        self.is_first, self._offloads = variant.runs_once, options.offload is not None
         shrinks = None
         if choice.memory_limit_bytes is not None:
             spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
@@ -213,7 +213,6 @@ class Runner:
         )
         """Whether the user's own function may take over a run and go on, with the gradients from
         before it."""
-        self._answers = program.answers
         expected = [
             (reference, _kind(program.slots[slot], program.given_layouts.get(reference.path)))
             for reference, slot in program.referenced
@@ -250,24 +249,17 @@ class Runner:
         self._draws = any(call.random for call in program.calls)
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
-    def failure(self, call: StepCall, known: tuple[bool, ...] = ()) -> Misfit | None:
-        """None if this variant is for a call in which the step's guards have found no difference,
-        and whose first answers to branches are `known`. The call then has its inputs, and knows
-        what else keeps the plan from running it.
+    def failure(self, call: StepCall) -> Misfit | None:
+        """None if this variant is for a call in which the step's guards have found no difference.
+        The call then has its inputs, and knows what else keeps the plan from running it.
         """
         return (
-            self._branch_failure(known)
-            or self._absent_failure()
+            self._absent_failure()
             or self._held_failure(call)
             or self._module_failure()
             or self._number_failure()
             or self._answer_failure(call)
         )
-
-    def _branch_failure(self, known: tuple[bool, ...]) -> Misfit | None:
-        if self._answers[: len(known)] == known:
-            return None
-        return Misfit("a branch on a value has another outcome")
 
     def _absent_failure(self) -> Misfit | None:
         # A first step's plan, which later calls ask too, fails here, before it looks at all state.
@@ -402,11 +394,6 @@ class Runner:
         return None
 
     @property
-    def branches(self) -> bool:
-        """Whether the step branches on values."""
-        return bool(self._answers)
-
-    @property
     def has_news(self) -> bool:
         """Whether its first run has shown that kernels of others take more than the plan knows."""
         return bool(self._executor.news)
@@ -485,26 +472,15 @@ class Runner:
                 for (place, effect), what in effects:
                     if effect.stage < AFTERWARDS:
                         effect.apply(ending, given[place], what)
-            self._read_late(result, 0)
-            schedulers = 0
             for (place, effect), what in effects:
                 if effect.stage == AFTERWARDS:
                     effect.apply(ending, given[place], what)
-                    schedulers += isinstance(effect, StepScheduler)
-                    self._read_late(result, schedulers)
             left: Left = pytree.tree_unflatten(result, program.result.spec)
-            lists = [id(result[place]) for place, _ in program.result.late]
             growing = [container for _, container in program.result.growing]
-            returned = leave_arguments(left, (call.args, call.kwargs), lists, growing)
-        if self._runs_once and self._pool is not None:
+            returned = leave_arguments(left, (call.args, call.kwargs), growing)
+        if self.is_first and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
-
-    def _read_late(self, result: list[Any], calls: int) -> None:
-        """Puts the numbers into the result that are there once so many schedulers are stepped."""
-        for place, number in self._program.result.late:
-            if number.calls == calls:
-                result[place] = number.reference.get()
 
     def _skipped(self, given: list[Any]) -> set[int]:
         """Identities of the optimizers of which every step was left out."""
@@ -714,17 +690,6 @@ class Runner:
         if not changed:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state.get_state())
-            if failure.call.is_branch:
-                place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
-                answers = (*self._answers[:place], not self._answers[place])
-                later = failure.later_answers
-                return Declined(
-                    Misfit(
-                        f"a branch at {failure.call.source} has another outcome than in the plan",
-                        answers=answers,
-                        likely=(*answers, *later, *self._answers[len(answers) + len(later) :]),
-                    )
-                )
             if failure.call.is_check and not self._groups:
                 reason = f"a check at {failure.call.source} does not pass"
                 return Declined(Misfit(reason, way="own"))
@@ -780,10 +745,7 @@ class Runner:
         """Whether the step's own code may go on where a call has failed before any change: it may
         not come there, or catch the error.
         """
-        calls, call = self._program.calls, failure.call
-        left = self._executor.bindings.order[failure.step + 1 :]
-        if any(calls[index].is_branch for index in left):  # maybe on a way that it does not go
-            return True
+        call = failure.call
         if self._groups:
             return False
         made = [self._program.slots[slot] for slot in call.outputs if slot is not None]

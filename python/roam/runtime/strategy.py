@@ -44,7 +44,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier, is_available
-from roam.program.tiling import Part, Tiled, candidates, tiled, with_new_sums
+from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -96,10 +96,13 @@ _MOST_TRIES = 4
 left."""
 _SPARE = 64
 """The first part of a limit that is left free if copies beside the step have no room."""
-_PARTS = (2, 4, 8, 16, 32, 64)
+_PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
-_MOST_LEVELS = 4
+_MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
+_SMALL = 64
+"""Tensors that are so many times smaller than the largest one exist whole: without them chains of
+operators would be as long as the step."""
 _MOST_MISSES = 2
 """After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
 _LITTLE = 0.1
@@ -453,8 +456,8 @@ def _continued(error: PlanError, more: str) -> PlanError:
         position=error.position,
         source=error.source,
     )
-    if error.least_bytes is not None:
-        result.least_bytes = error.least_bytes
+    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
+    result.tiles_floor_bytes = error.tiles_floor_bytes
     return result
 
 
@@ -495,6 +498,11 @@ class _Chooser:
         """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
+        self._tiles_floors: list[int] = []
+        """What plans with tiles that were tried take at least."""
+        self._tiled_bytes: list[int] = []
+        """What plans within a limit that is too small take with tiles that were tried, or what they
+        take at least."""
 
     def choose(self, earlier: Iterable[Choice], enough_bytes: int, room_bytes: int | None) -> None:
         """Finds `plain`; kernels that take more than there is room for are not tried."""
@@ -588,6 +596,8 @@ class _Chooser:
         """
         best: Choice | None = None
         failure: PlanError | None = None
+        self._tiled_bytes.clear()
+        self._tiles_floors.clear()
         try:
             best = self._whole_within(limit_bytes)
         except PlanError as error:
@@ -605,10 +615,18 @@ class _Chooser:
         assert failure is not None, "nothing was found"
         if not self._cuts:
             raise failure
-        raise _continued(
-            failure,
-            "This holds for whole operators; with operators cut into tiles no plan was found either",
+        told = (
+            "This holds for whole operators; with operators cut into tiles no plan was found either"
         )
+        if not self._tiled_bytes:
+            raise _continued(failure, told)
+        least_bytes = min(self._tiled_bytes)
+        refusal = _continued(
+            failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
+        )
+        refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
+        refusal.tiles_floor_bytes = min(self._tiles_floors, default=None)
+        raise refusal
 
     @property
     def _cuts(self) -> bool:
@@ -621,23 +639,33 @@ class _Chooser:
         found.
         """
         device = self._variant.device
-        program = with_new_sums(merged(self._variant.program))
+        program = out_of_place(merged(self._variant.program))
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
-        for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
+        levels = sorted(
+            (size for size in set(sizes.values()) if size * _SMALL > most), reverse=True
+        )
+        for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
                 refused = other_blocks(program, gone, device)
             estimates = self._parts(program, gone, most, limit_bytes, refused)
             if not estimates:
                 continue
-            if limit_bytes < estimates[-1][0] > _WORTH_TILES * reached_bytes:
-                misses += 1
-                if misses == _MOST_MISSES:
-                    break
-                continue
-            reached_bytes, misses = min(reached_bytes, estimates[-1][0]), 0
+            total_bytes, parts = estimates[-1]
+            if total_bytes > limit_bytes:  # operators have to run again
+                total_bytes = self._least_with(program, gone, most // parts, refused)
+                self._tiles_floors.append(total_bytes)
+                if total_bytes > limit_bytes:
+                    self._tiled_bytes.append(total_bytes)
+                    if total_bytes > _WORTH_TILES * reached_bytes:
+                        misses += 1
+                        if misses == _MOST_MISSES:
+                            break
+                        continue
+                    reached_bytes, misses = total_bytes, 0
+                    continue
             best: Choice | None = None
             for _, parts in estimates:
                 choice = self._with_tiles(program, gone, most // parts, limit_bytes)
@@ -648,6 +676,22 @@ class _Chooser:
             if best is not None:
                 return best
         return None
+
+    def _least_with(
+        self, program: Program, gone: set[int], part_bytes: int, refused: Collection[Part]
+    ) -> int:
+        """What plans take at least, whatever they run again, if all cuts are exact; and what the
+        checks of a first run take.
+        """
+        found = tiled(program, gone, part_bytes, refused)
+        assert found is not None, "it has been cut so"
+        choice, lowering = self._way_by_tiles(found)
+        graph = lowering.holding().with_states().graph(pool=False)
+        try:
+            least_bytes: int | None = self._planned(graph, 0, 1).total_bytes
+        except PlanError as error:
+            least_bytes = error.least_bytes
+        return choice.checks_bytes + (choice.total_bytes if least_bytes is None else least_bytes)
 
     def _with_tiles(
         self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
@@ -667,6 +711,8 @@ class _Chooser:
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
+                if error.least_bytes is not None:
+                    self._tiled_bytes.append(error.least_bytes)
                 return None
         return self._with_cuts(choice, found, lowering)
 
@@ -1119,6 +1165,8 @@ class _Chooser:
             )
             if error.least_bytes is not None:
                 refusal.least_bytes = error.least_bytes + best.checks_bytes
+                if code == "memory_floor":
+                    refusal.floor_bytes = refusal.least_bytes
             raise refusal from None
         again = plan.recomputation
         call_ns, moves = graph.times_ns, lowering.moves

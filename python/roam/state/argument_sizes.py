@@ -70,8 +70,13 @@ class Layout(NamedTuple):
         return int(self.offset + SHIFT if dim == OFFSET else self.shape[dim])
 
 
-def lies(tensor: torch.Tensor) -> Layout | None:
-    """How a tensor lies in memory; None if it has none of its own."""
+def lies(argument: torch.Tensor | int) -> Layout | None:
+    """How a tensor lies in memory; None if it has none of its own. A whole number is as a tensor of
+    that size which takes no memory.
+    """
+    if type(argument) is int:
+        return Layout((argument,), (0,), 0, 0)
+    tensor: Any = argument
     try:
         size_bytes = tensor.untyped_storage().nbytes()
         return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), size_bytes)
@@ -169,6 +174,13 @@ def _places(layout: Layout) -> tuple[int, ...]:
     return (*found, rest)
 
 
+def _size_of(argument: Any, dim: int) -> int:
+    """As `Layout.size`, of an argument."""
+    if type(argument) is int:
+        return argument
+    return argument.storage_offset() + SHIFT if dim == OFFSET else argument.shape[dim]  # type: ignore[no-any-return]
+
+
 @dataclass(slots=True)
 class ArgumentSizes:
     """What a capture that holds for a range of sizes expects of them.
@@ -176,7 +188,8 @@ class ArgumentSizes:
     Attributes:
         symbols: those of the capture.
         dims: for each of the flattened arguments with such sizes, the symbol of each dimension, or
-            the symbol and a number; for `OFFSET`, that of its storage offset.
+            the symbol and a number; for `OFFSET`, that of its storage offset. A whole number has
+            one dimension, itself.
         layouts: how these arguments lie.
         least: the value of each symbol from which on the plan holds.
         corners: it holds up to each of these, one value for each symbol.
@@ -218,15 +231,7 @@ class ArgumentSizes:
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Of the symbols in a call with these flattened arguments, which fit `failure`."""
         return tuple(
-            [
-                (
-                    leaves[place].storage_offset() + SHIFT
-                    if dim == OFFSET
-                    else leaves[place].shape[dim]
-                )
-                - more
-                for place, dim, more in self.first_places
-            ]
+            [_size_of(leaves[place], dim) - more for place, dim, more in self.first_places]
         )
 
     def anywhere(self, values: Sequence[int]) -> tuple[int, ...]:

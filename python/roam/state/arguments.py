@@ -349,9 +349,7 @@ def is_opened(objects: Opened, keys: Any, value: Any) -> bool:
 
 
 def flatten_with_paths(
-    tree: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
-    closed: Collection[int] = (),
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, closed: Collection[int] = ()
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """As `pytree.tree_flatten_with_path`, and also for nodes of a class that was registered without
     a function that names its parts: their parts are numbered. Objects of `collections.UserDict` are
@@ -417,15 +415,3 @@ def argument_path(path: tuple[Any, ...]) -> str:
     if is_keyword:
         return f"{rest[0].key}{pytree.keystr(rest[1:])}"
     return f"args{pytree.keystr(rest)}"
-
-
-__all__ = [
-    "Opened",
-    "Parts",
-    "Taken",
-    "Taker",
-    "argument_path",
-    "flatten_with_paths",
-    "live_integers",
-    "parts_of",
-]

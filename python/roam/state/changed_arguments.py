@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from roam.state.containers import MappingSpace, SequenceSpace
@@ -20,7 +20,6 @@ from roam.torch_compat.private import pytree
 
 _CHANGEABLE: Final = (list, dict, OrderedDict, defaultdict)
 _NEW: Final = -1
-_NO_OTHERS: Final[Mapping[int, tuple[Any, Any]]] = {}
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,19 +75,12 @@ class Containers:
             for space in (_space(container),)
         ]
 
-    def left(
-        self,
-        result: Any,
-        others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
-        added: Iterable[list[Any]] = (),
-    ) -> Left | None:
+    def left(self, result: Any, added: Iterable[list[Any]] = ()) -> Left | None:
         """What a step that returns a result has left; the containers are then as before the step.
         None if no run could repeat it, since a dictionary has keys that are not plain values.
 
         Args:
             result: of the step.
-            others: by identity, further containers from before the step, each with what stands for
-                it.
             added: what it has added to lists of its state.
         """
         changed = [
@@ -104,7 +96,7 @@ class Containers:
             space.put(before)
         if not all(is_plain(key) for path, kept, _ in changes for key in (*path, *kept)):
             return None
-        naming = _Naming({id(container): path for path, container in self._all}, others)
+        naming = _Naming({id(container): path for path, container in self._all})
         result = naming.named(result)
         added = [list(map(naming.named, values)) for values in added]
         changes = [Change(path, kept, naming.named(put)) for path, kept, put in changes]
@@ -118,20 +110,15 @@ class _Naming:
     the same object.
     """
 
-    def __init__(
-        self, paths: dict[int, tuple[Any, ...]], others: Mapping[int, tuple[Any, Any]]
-    ) -> None:
+    def __init__(self, paths: dict[int, tuple[Any, ...]]) -> None:
         self.met: list[tuple[Any, ...]] = []
         self._paths = paths
-        self._others = others
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def named(self, value: Any) -> Any:
         if (path := self._paths.get(id(value))) is not None:
             self.met.append(path)
             return Given(path)
-        if id(value) in self._others:
-            return self._others[id(value)][1]
         if (taken := level(value)) is None:
             return value
         if id(value) not in self._made:
@@ -200,18 +187,12 @@ def added_by(spec: Any) -> bool:
     return any(values.children() for values in added.children())
 
 
-def leave(
-    left: Left,
-    arguments: Arguments,
-    others: Collection[int] = (),
-    growing: Iterable[Any] = (),
-) -> Any:
+def leave(left: Left, arguments: Arguments, growing: Iterable[Any] = ()) -> Any:
     """Does to a call's containers what the step has done to those of its trace.
 
     Args:
         left: what the step has left.
         arguments: of the call.
-        others: identities of containers that are not the step's own, and stay the same ones.
         growing: the lists of the step's state to which it adds, in the order of `Left.added`.
 
     Returns:
@@ -225,9 +206,7 @@ def leave(
     def with_given(tree: Any) -> Any:
         if not has_given:
             return tree
-        return pytree.tree_map(
-            put_in, tree, is_leaf=lambda value: type(value) is Given or id(value) in others
-        )
+        return pytree.tree_map(put_in, tree, is_leaf=lambda value: type(value) is Given)
 
     result = with_given(result)
     added = [with_given(values) for values in added]
@@ -308,15 +287,3 @@ def _at(arguments: Arguments, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = _held(value)[key]
     return value
-
-
-__all__ = [
-    "Arguments",
-    "Change",
-    "Containers",
-    "Left",
-    "added_by",
-    "changed_paths",
-    "leave",
-    "unchangeable",
-]

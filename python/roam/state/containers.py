@@ -163,13 +163,7 @@ class FrozenSpace(Space):
 
     __slots__ = ("places",)
 
-    def __init__(
-        self,
-        holder: Any,
-        path: str,
-        places: list[Place],
-        **options: Any,
-    ) -> None:
+    def __init__(self, holder: Any, path: str, places: list[Place], **options: Any) -> None:
         """`places`: all places that hold it; more may come."""
         super().__init__(holder, path, **options)
         self.places = places

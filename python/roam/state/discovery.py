@@ -56,13 +56,7 @@ from roam.state.containers import (
     SetSpace,
     TensorKeyedSpace,
 )
-from roam.state.equality import (
-    MISSING,
-    attributes_of,
-    is_numpy_array,
-    is_plain,
-    members_in,
-)
+from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain, members_in
 from roam.state.global_state import surrounding_code
 from roam.state.growing_lists import KINDS, Growing
 from roam.state.library_code import (

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 import struct
 import sys
 import types
@@ -132,7 +133,7 @@ def same(expected: Any, value: Any) -> bool:
     if issubclass(kind, tuple):
         return (
             len(expected) == len(value)
-            and all(map(same, expected, value))
+            and (all(map(operator.is_, expected, value)) or all(map(same, expected, value)))
             and (kind is tuple or _same_attributes(expected, value))
         )
     if kind is slice:
@@ -180,31 +181,18 @@ class Misfit(str):
         place: what differs, without the values: equal for misfits of one kind at one place.
         way: what is to be done.
         code: of the error, where the call is refused.
-        answers: what the step's code gets at branches, up to and with the one that goes another way
-            than in the plan.
-        likely: these, and what further answers may be.
     """
 
     place: str
     way: Way
     code: str
-    answers: tuple[bool, ...]
-    likely: tuple[bool, ...]
 
     def __new__(
-        cls,
-        text: str,
-        place: str | None = None,
-        *,
-        way: Way = "plan",
-        code: str = "",
-        answers: tuple[bool, ...] = (),
-        likely: tuple[bool, ...] = (),
+        cls, text: str, place: str | None = None, *, way: Way = "plan", code: str = ""
     ) -> Misfit:
         self = super().__new__(cls, text)
         self.place = text if place is None else place
         self.way, self.code = way, code
-        self.answers, self.likely = answers, likely
         return self
 
 

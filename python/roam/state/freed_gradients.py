@@ -169,14 +169,3 @@ def freed_stood_for() -> Iterator[None]:
                 parameter.grad = None
             else:
                 note_reset(parameter)
-
-
-__all__ = [
-    "REMEDY",
-    "Notes",
-    "freed_stood_for",
-    "gradients_left",
-    "lacks",
-    "note_freed",
-    "note_reset",
-]

@@ -155,6 +155,3 @@ def has_grown(container: Any, before: list[Any]) -> bool:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-__all__ = ["KINDS", "OWN_CODE", "Growing", "GrowingStandIn", "Recorded", "has_grown"]

@@ -722,18 +722,17 @@ class ArgGuard:
         """The tensors among the arguments, and the plain values."""
         shown = [
             f"{path} {self._shape(place, expected)}"
-            if isinstance(expected, _Leaf)
-            else f"{path} {show(expected)}"
             for place, (path, expected) in enumerate(self._leaves)
             if isinstance(expected, _Leaf) or is_plain(expected)
         ]
         return ", ".join(shown) or "no tensors"
 
-    def _shape(self, place: int, expected: _Leaf) -> str:
-        """A shape as people read it, with ranges of sizes."""
-        shape, sizes = tuple(expected.metadata[2]), self.sizes
+    def _shape(self, place: int, expected: Any) -> str:
+        """A shape or a plain value as people read it, with ranges of sizes."""
+        is_tensor, sizes = isinstance(expected, _Leaf), self.sizes
+        shape = tuple(expected.metadata[2]) if is_tensor else (expected,)
         if sizes is None or place not in sizes.dims:
-            return str(shape)
+            return str(shape) if is_tensor else show(expected)
         ends = zip(sizes.least, sizes.largest(), strict=True)
         bounds = dict(zip(sizes.symbols.symbols.values(), ends, strict=True))
         shown = list(map(str, shape))
@@ -742,6 +741,8 @@ class ArgGuard:
             if dim != OFFSET:
                 least, most = bounds[symbol]
                 shown[dim] = f"{least + more}..{most + more}"
+        if not is_tensor:
+            return shown[0]
         return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
     def described(self) -> list[tuple[str, Literal["tensor", "value", "object"]]]:
@@ -788,7 +789,7 @@ class ArgGuard:
             elif type(expected) is _OfClass:
                 if type(value) is not expected.kind:
                     return changed(path, f"a value of class {expected.kind.__name__}", show(value))
-            elif not same(expected, _leaf(value)):
+            elif not same(expected, _leaf(value)) and not (place in sized and type(value) is int):
                 return changed(path, show(expected), show(value))
         if self._held_by_state(taken, (call.args, call.kwargs)) != self._held:
             return Misfit(
@@ -816,12 +817,35 @@ class ArgGuard:
     def size(self, place: int, dim: int) -> int:
         """A dimension of one of the flattened arguments at capture, as `Layout.size` has it."""
         expected: Any = self._leaves[place][1]
-        return int(expected.layout.size(dim))
+        return expected if type(expected) is int else int(expected.layout.size(dim))
 
-    def changes(self, call: StepCall) -> dict[int, Change]:
+    def numbers(self, call: StepCall, may_follow: Callable[[str], bool]) -> list[int]:
+        """The places of whole numbers among a call's flattened arguments that were others in the
+        captured call, or follow from symbols there.
+
+        Args:
+            may_follow: whether the number at a path may follow from a symbol.
+        """
+        taken, sized = call.taken(self.taker), () if self.sizes is None else self.sizes.dims
+        if taken.spec != self._spec:
+            return []
+        found = []
+        for place in taken.outer:
+            (path, before), now = self._leaves[place], taken.leaves[place]
+            if type(before) is type(now) is int and (
+                place in sized
+                or (before != now and min(before, now) >= Symbols.LEAST and may_follow(path))
+            ):
+                found.append(place)
+        return found
+
+    def changes(self, call: StepCall, numbers: Collection[int] = ()) -> dict[int, Change]:
         """Those of a call's flattened arguments that lie otherwise than the captured call's, or may
         do so, and those that share memory with them. Empty if anything else of the arguments'
         metadata differs, nothing does, or a size may be no symbol.
+
+        Args:
+            numbers: places of whole numbers that are to follow from symbols.
         """
         taken = call.taken(self.taker)
         if taken.spec != self._spec or self._alias(taken.leaves) != self._aliasing:
@@ -834,6 +858,11 @@ class ArgGuard:
             if isinstance(expected, _Leaf)
         ]
         found, storages, has_changed = dict[int, Change](), set[tuple[int, int]](), False
+        for place in numbers:
+            before, now = self._leaves[place][1], taken.leaves[place]
+            has_changed = has_changed or before != now
+            if now < Symbols.LEAST:
+                return {}
         memory = list(zip(*self._aliasing[:2], strict=True))
         for (place, expected, value), storage in zip(tensors, memory, strict=True):
             if not issubclass(type(value), torch.Tensor):
@@ -856,7 +885,16 @@ class ArgGuard:
                 if storage[1] >= 0 or is_fake or not may_have_symbols(value) or now is None:
                     return {}
                 found[place] = Change(expected.layout, now, value.itemsize)
+        for place in numbers if has_changed else ():
+            number: Any = self._leaves[place][1]
+            now = lies(taken.leaves[place])
+            assert now is not None, "it is a number"
+            found[place] = Change(lies(number), now, 1)
         return found
+
+    def path_of(self, place: int) -> str:
+        """How a reader would write one of the flattened arguments."""
+        return self._leaves[place][0]
 
     def sharing(self, place: int, leaves: Sequence[Any]) -> dict[int, Change]:
         """One of the captured call's flattened arguments and those that share memory with it."""

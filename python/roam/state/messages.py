@@ -20,11 +20,11 @@ BLANK: Final = "\ufdd0"
 
 
 class Formatted(NamedTuple):
-    """A number in a text, as in ``f"{value:.3f}"``, ``f"{value!r}"``, and ``"%.3f" % value``.
+    """A number in a text, as in ``f"{value:.3f}"`` and ``f"{value!r}"``.
 
     Attributes:
         value: the number.
-        conversion: ``"s"``, ``"r"``, or ``"%"``; nothing if there is only a format.
+        conversion: ``"s"`` or ``"r"``; nothing if there is only a format.
         form: the format.
     """
 
@@ -33,8 +33,6 @@ class Formatted(NamedTuple):
     form: str
 
     def __str__(self) -> str:
-        if self.conversion == "%":
-            return self.form % (self.value,)
         if self.conversion:
             return str(self.value) if self.conversion == "s" else repr(self.value)
         return format(self.value, self.form)
@@ -129,16 +127,3 @@ class _Outlet:
 OUTLET: Final = _Outlet()
 PATH: Final = "what the step prints"
 """Names the outlet among the lists that grow."""
-
-
-__all__ = [
-    "BLANK",
-    "OUTLET",
-    "PATH",
-    "Formatted",
-    "Logged",
-    "Message",
-    "Printed",
-    "Text",
-    "outline",
-]

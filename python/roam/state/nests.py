@@ -15,7 +15,7 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -30,7 +30,6 @@ PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.
 """Classes of values that hold nothing; to ask whether something is a container or a tensor takes
 several times as long."""
 _LEAVES: Final = PLAIN | {torch.Tensor, torch.nn.Parameter}
-_NO_OTHERS: Final[Mapping[int, tuple[Any, Any]]] = {}
 _WITHOUT_ATTRIBUTES: Final = (dict, list, tuple, defaultdict, deque)
 _OF_TYPING: Final = "__orig_class__"
 """What `typing.OrderedDict(...)` and `Pair[int](...)` note on what they make."""
@@ -291,7 +290,6 @@ def with_made_opened(
     tree: Any,
     is_known: Callable[[Any], bool],
     is_leaf: Callable[[Any], bool],
-    others: Mapping[int, tuple[Any, Any]] = _NO_OTHERS,
     apart: Callable[[Any], Any] = lambda tensor: tensor,
 ) -> Any:
     """A tree with the objects that a step has made taken apart, so that its leaves are what these
@@ -303,11 +301,9 @@ def with_made_opened(
             the step.
         is_leaf: whether a value may be in an object. (Tensors, plain values and classes always
             may.)
-        others: by identity, containers from before the step that may be in an object, each with
-            what stands for it.
         apart: gives what stands for a tensor.
     """
-    opening = _Opening(is_known, is_leaf, others, apart)
+    opening = _Opening(is_known, is_leaf, apart)
     return pytree.tree_map(opening.leaf, tree, is_leaf=lambda value: type(value) is torch.Size)
 
 
@@ -315,7 +311,6 @@ def with_made_opened(
 class _Opening:  # no inner functions, which would be a cycle
     is_known: Callable[[Any], bool]
     is_leaf: Callable[[Any], bool]
-    others: Mapping[int, tuple[Any, Any]]
     apart: Callable[[Any], Any]
     _met: set[int] = field(default_factory=set)
 
@@ -332,8 +327,6 @@ class _Opening:  # no inner functions, which would be a cycle
             return self.apart(value)
         if issubclass(type(value), type) or is_plain(value) or self.is_leaf(value):
             return value
-        if id(value) in self.others:
-            return self.others[id(value)][1]
         kind = type(value)
         if id(value) in self._met or self.is_known(value):
             raise _Refused
@@ -481,26 +474,3 @@ def _is_other(value: Any, made: Any) -> bool:
     if is_plain(value) and is_plain(made):
         return not same(value, made)
     return type(value) is not type(made) or issubclass(type(value), torch.Tensor)
-
-
-__all__ = [
-    "alike",
-    "as_tuple",
-    "containers_in",
-    "copied",
-    "fault_of",
-    "flattened",
-    "is_bare_ordered",
-    "is_user_dict",
-    "joined",
-    "leaves_at",
-    "leaves_of",
-    "level",
-    "lost_attribute",
-    "mapped",
-    "may_be_opened",
-    "pattern_of",
-    "visit",
-    "with_dicts_opened",
-    "with_made_opened",
-]

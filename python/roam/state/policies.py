@@ -75,7 +75,7 @@ class Retrace(Exception):
         climbs: the places whose policies have to climb first, by the policies that they get. None
             are there if what a trace relies on has been noted already: what the step looks at
             (`Reads`), or which compiled functions it calls.
-        settled: what a trace supposes to be set once and for all, for the next one to check.
+        settled: what a trace supposes to be set before it, for the next one to check.
         first: what to do before the next trace; what is supposed to be set stays so.
     """
 
@@ -90,6 +90,3 @@ class Retrace(Exception):
         self.climbs = climbs or {}
         self.settled = settled
         self.first = first
-
-
-__all__ = ["Policies", "Policy", "Retrace"]

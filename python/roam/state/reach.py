@@ -69,8 +69,7 @@ class Reach:
         iterators: iterators and generators that the step holds; what they have left cannot be put
             back.
         caches: functions with a `functools.lru_cache`.
-        slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from
-            them.
+        slots: every place that holds a tensor.
         places: every space, guarded or live.
         objects: objects of classes written in Python whose attributes are places.
         overwritten: (space, name, key of its object) of attributes that the step sets before it
@@ -112,29 +111,6 @@ class Reach:
         self.held_elsewhere: dict[int, CaptureError] = {}
         self.shared: list[Any] = []
         self.growing: list[Growing] = []
-
-    @property
-    def parameters(self) -> list[Slot]:
-        """Parameters in their modules; a tied one once for each module that holds it."""
-        return [slot for slot in self.slots if slot.kind == "parameter"]
-
-    @property
-    def buffers(self) -> list[Slot]:
-        """Buffers in their modules."""
-        return [slot for slot in self.slots if slot.kind == "buffer"]
-
-    @property
-    def tensors(self) -> list[Slot]:
-        """Loose tensors, each once: in closures, globals, containers and attributes, and known by
-        no module, optimizer or argument.
-        """
-        owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
-        loose: list[Slot] = []
-        for slot in self.slots:
-            if slot.kind == "loose" and id(slot.tensor) not in owned:
-                owned.add(id(slot.tensor))
-                loose.append(slot)
-        return loose
 
     @property
     def renewed(self) -> set[int]:

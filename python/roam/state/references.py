@@ -218,11 +218,6 @@ class RateReference:
         """Equal for references to the same number, whichever optimizer has the group."""
         return id(self.optimizer.param_groups[self.group]), self.key, self.index
 
-    def put_last(self) -> None:
-        """Makes it the last of its group's entries."""
-        group = self.optimizer.param_groups[self.group]
-        group[self.key] = group.pop(self.key)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartReference:

@@ -11,9 +11,7 @@ import functools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, Final
 
@@ -36,88 +34,12 @@ from roam.state.nests import alike, leaves_of
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Place, Reach
+from roam.state.settings import Setting
 from roam.state.spaces import Items, Space
 from roam.torch_compat.private import FakeTensor, disable_current_modes, local_of, version_of
 
 DRAWN = "was drawn from"
 """Ends the reason that tells of a random generator."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """An entry of a dictionary, or an attribute, that was given another value: a plain one, or a
-    tensor made of constants and buffers.
-    """
-
-    space: Space
-    key: Any
-    old: Any
-    """What was there before, or `MISSING`. Of a tensor, a weak reference to it: a table that has
-    been replaced is not kept.
-    """
-    value: Any
-    """The plain value, or how to make the tensor."""
-    slot: int | None = None
-    """The tensor's slot in the program that was traced."""
-
-    @property
-    def path(self) -> str:
-        return self.space.label(self.key)
-
-    @property
-    def is_exchange(self) -> bool:
-        """Whether a tensor takes the place of another."""
-        return type(self.old) is weakref.ref
-
-    def found(self) -> Setting:
-        """The same, once the tensor that it replaces is back where a trace had a fake."""
-        if not self.is_exchange:
-            return self
-        return replace(self, old=weakref.ref(self.space.get(self.key)))
-
-    def is_pending(self) -> bool:
-        """Whether it has the old value."""
-        now = self.space.get(self.key)
-        return self.old() is now if self.is_exchange else same(self.old, now)
-
-    def made(self) -> Any:
-        """The new value."""
-        return self.value if self.slot is None else self.value()
-
-    def undo(self, old: Any) -> None:
-        """Gives it the old value."""
-        if old is MISSING and type(self.space) is MappingSpace:
-            self.space.put(
-                [(key, value) for key, value in self.space.items() if not same(key, self.key)]
-            )
-        else:
-            self.space.set(self.key, old)
-
-
-def apply(settings: Sequence[Setting]) -> None:
-    """Gives each the new value."""
-    # One table may be made of another that is replaced too.
-    values = [setting.made() for setting in settings]
-    for setting, value in zip(settings, values, strict=True):
-        setting.space.set(setting.key, value)
-
-
-@contextmanager
-def applied(settings: Sequence[Setting]) -> Iterator[None]:
-    """A context in which the new values are in place. When it ends, the old ones come back."""
-    before = [setting.space.get(setting.key) for setting in settings]
-    apply(settings)
-    try:
-        yield
-    finally:
-        for setting, old in zip(settings, before, strict=True):
-            setting.undo(old)
-
-
-Made = Callable[[Any], tuple[int, Callable[[], Any]] | None]
-"""Takes a tensor that a trace has made, and returns its slot and a function that makes it for real;
-None if it depends on more than constants.
-"""
 
 
 class Snapshot:
@@ -186,36 +108,26 @@ class Snapshot:
                 self._sources[number][2](state)
                 self._drawn[number] = state
 
-    def settings(self, made: Made, grown: Collection[str] = ()) -> list[Setting] | None:
-        """The changes of which `moved` tells, as settings. None unless all of them are entries of
-        dictionaries, or attributes, that now hold other plain values, or tensors where none were.
-        With them come the tensors of constants and buffers that take the place of others, as a
-        table for longer sequences does.
-
-        Args:
-            made: see `Made`.
-            grown: paths of lists whose changes do not count.
+    def settings(self) -> list[Setting]:
+        """The changes of which `moved` tells, as settings. None are there unless all of them are
+        entries of dictionaries, or attributes, that now hold other plain values.
         """
         found: list[Setting] = []
-        reasons = others = 0
-        for place, items in self._own_holders():
-            if not place.guarded:
-                continue
-            changes = len(_changes(place, items, self._renewed))
-            reasons += changes
-            others += changes if place.space.path in grown else 0
-            if type(place.space) in (MappingSpace, AttributesSpace, ClassNamesSpace):
-                before = {_stand_in(key): value for key, value in items}
-                found += [
-                    setting
-                    for key, value in place.space.items()
-                    if (old := before.get(_stand_in(key), MISSING)) is not value
-                    and (setting := _setting(place.space, key, old, value, made)) is not None
-                ]
-        storages = [setting.value.storage for setting in found if setting.slot is not None]
-        is_apart = len(storages) == len(set(storages))  # each is made by itself
-        told = sum(not setting.is_exchange for setting in found)
-        return found if is_apart and told + others == reasons == len(self.moved()) else None
+        for place, items, _ in self._changed():
+            space = place.space
+            if type(space) not in (MappingSpace, AttributesSpace, ClassNamesSpace):
+                return []
+            before = {_stand_in(key): value for key, value in items}
+            for key, value in space.items():
+                old = before.get(_stand_in(key), MISSING)
+                if (
+                    type(key) in (str, int)
+                    and (old is MISSING or is_plain(old))
+                    and is_plain(value)
+                    and not same(old, value)
+                ):
+                    found.append(Setting(space, key, old, value))
+        return found if len(found) == len(self.moved()) else []
 
     def following(self) -> dict[Policy, set[str]]:
         """The policies under which plans follow changes of which `moved` tells, each with the paths
@@ -447,18 +359,6 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
 
 def _entry(items: Items, key: Any) -> Any:
     return next((value for other, value in items if same(other, key)), MISSING)
-
-
-def _setting(space: Space, key: Any, old: Any, value: Any, made: Made) -> Setting | None:
-    is_exchange = issubclass(type(old), torch.Tensor)
-    if type(key) not in (str, int) or not (is_exchange or old is MISSING or is_plain(old)):
-        return None
-    if is_plain(value):
-        return None if is_exchange or same(old, value) else Setting(space, key, old, value)
-    making = made(value) if issubclass(type(value), FakeTensor) else None
-    if making is None:
-        return None
-    return Setting(space, key, weakref.ref(old) if is_exchange else old, making[1], making[0])
 
 
 class _TensorState:

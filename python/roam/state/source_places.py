@@ -45,6 +45,3 @@ def tree_of(file: str) -> ast.AST:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
-
-
-__all__ = ["Extent", "extent_of", "place_of", "tree_of"]

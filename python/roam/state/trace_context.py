@@ -43,11 +43,6 @@ class TraceContext(Protocol):
     def text(self, number: Any, asks: str, form: str = "") -> str | None:
         """A mark in the place of a number's text, if only a message shows the text; None if not."""
 
-    def number_in_text(self, number: Any, kind: type) -> Any:
-        """A plain number in the place of one of which the operator ``%`` makes a text, if only a
-        message shows the text; None if not.
-        """
-
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records arithmetic on numbers that change from step to step."""
 

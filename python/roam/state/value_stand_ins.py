@@ -129,13 +129,3 @@ def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
 
 
 _class_for = functools.cache(class_for)
-
-__all__ = [
-    "StandIn",
-    "class_for",
-    "class_stood_for",
-    "is_left_by_tokenizer",
-    "kinds",
-    "read",
-    "stand_in_for",
-]

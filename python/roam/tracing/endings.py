@@ -22,7 +22,6 @@ from roam.program.effects import (
     Rebind,
     SetFlag,
     SetPlain,
-    StepScheduler,
 )
 from roam.program.ir import History, Program, Ref
 from roam.state.changed_arguments import Left
@@ -45,7 +44,6 @@ from roam.state.references import (
     GradientReference,
     OptimizerReference,
     PlaceReference,
-    RateReference,
     StateReference,
     is_filled,
     optimizer_references,
@@ -67,7 +65,7 @@ from roam.tracing.fakes.gradient_history import give_history
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
-from roam.tracing.stand_ins.schedulers import TWO_WAYS, may_change
+from roam.tracing.stand_ins.schedulers import check_schedulers
 
 OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
 """What to do about state that a plan cannot change."""
@@ -151,7 +149,6 @@ class Before:
         placed: what each place holds, by the identity of its reference.
         elsewhere: optimizers' state that belongs to no parameter.
         rates: numbers of optimizers' groups, in the order of their references.
-        entries: further entries of optimizers' groups.
         renewed: lists and dictionaries that the step replaces.
         originals: the tensors, as autograd and Python see them.
         received: the arguments that are tensors.
@@ -165,7 +162,6 @@ class Before:
     placed: dict[int, Any]
     elsewhere: tuple[Any, ...]
     rates: list[Any]
-    entries: dict[RateReference, None]
     renewed: list[tuple[RenewedSpace, Any, Items]]
     originals: list[Original] = field(default_factory=list)
     received: Received = field(default_factory=list)
@@ -189,7 +185,6 @@ class Before:
             placed={id(reference): reference.get() for reference in fake_state.places},
             elsewhere=fake_state.state_elsewhere(),
             rates=[reference.get() for reference in fake_state.rates],
-            entries=fake_state.entries(),
             renewed=[
                 (space, space.now(), space.items())
                 for space in fake_state.tuples()
@@ -199,11 +194,7 @@ class Before:
 
 
 def record_endings(
-    fake_state: FakeState,
-    recorder: Recorder,
-    before: Before,
-    arguments: Any,
-    left: Left,
+    fake_state: FakeState, recorder: Recorder, before: Before, arguments: Any, left: Left
 ) -> None:
     """Records in the program what a step that has been traced leaves.
 
@@ -241,7 +232,6 @@ def record_endings(
     )
     _empty_endings(fake_state, recorder)
     _rate_endings(fake_state, recorder)
-    _entry_endings(fake_state, recorder, before.entries)
     _attribute_endings(fake_state, recorder, arguments, left)
     _number_endings(
         fake_state,
@@ -250,6 +240,7 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
+    check_schedulers(fake_state, recorder.program)
 
 
 def _removed(reference: StateReference) -> CaptureError:
@@ -361,8 +352,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     parts = with_made_opened(
         result,
         lambda value: id(value) in known,
-        lambda value: recorder.is_unknown(value) or recorder.slot_of(value) is not None,
-        recorder.late_lists,
+        lambda value: recorder.slot_of(value) is not None,
         apart,
     )
     made = recorder.program.result
@@ -376,9 +366,6 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
                 made.joined[len(references) - 1] = joined
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
-        elif (late := recorder.late(leaf)) is not None:
-            made.late.append((len(references), late))
-            references.append(None)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif (size := recorded_number(leaf)) is not None:
@@ -686,8 +673,6 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
         rate = reference.get()
         if recorder.is_as_given(reference) or recorder.is_unknown(rate):
             continue
-        if any(may_change(one.scheduler, reference) for one in program.of(StepScheduler)):
-            raise CaptureError(f"{reference.path}: {TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.effects.append(Rebind(reference, slot))
         elif issubclass(type(rate), (float, int)) and type(rate) is not bool:
@@ -706,34 +691,6 @@ def _empty_endings(fake_state: FakeState, recorder: Recorder) -> None:
         if any(place is not None and not is_filled(entry) for place, entry in entries):
             known = [place for place, _ in entries if place is not None]
             recorder.program.effects.append(FillState(optimizer, known))
-
-
-def _entry_endings(
-    fake_state: FakeState, recorder: Recorder, before: dict[RateReference, None]
-) -> None:
-    """What the step adds to optimizers' groups, such as a step count of the whole group."""
-    program = recorder.program
-    for reference in [reference for reference in fake_state.entries() if reference not in before]:
-        value = reference.get()
-        if issubclass(type(value), torch.Tensor):
-            _rebind(recorder, reference, value)
-        elif (slot := recorder.slot_of(value)) is not None:
-            program.effects.append(Rebind(reference, slot))
-        elif is_plain(value):
-            program.effects.append(SetPlain(reference, value))
-        else:
-            raise CaptureError(
-                f"the step makes {reference.path}, a {type(value).__name__}, which a plan cannot make; "
-                "add groups (add_param_group) outside of the step, between two calls, and keep only numbers and tensors in them",
-                code="moved",
-            )
-        program.absent.append(reference)
-        program.effects.append(PutLast(reference))
-        program.unsettled = CaptureError(
-            f"the step makes {reference.path}, so the steady step can be captured only when the first has run; roam.compile does "
-            'so, and capture(step="first") captures the first',
-            code="unsettled",
-        )
 
 
 def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:
@@ -768,7 +725,7 @@ def _attribute_endings(
 
     Raises:
         Retrace: an attribute holds something that is not made of tensors, numbers and plain
-            values. From then on it counts as looked at.
+            values, or only other traces have set it. From then on it counts as looked at.
     """
     program = recorder.program
     shared = _known(fake_state) | {
@@ -780,7 +737,7 @@ def _attribute_endings(
         if value is MISSING:
             continue  # a property, which has set something else
         skeleton, entries = _nest(recorder, reference, value, shared)
-        if skeleton is MISSING:
+        if skeleton is MISSING or not fake_state.reach.reads.was_set(key, name):
             fake_state.reach.reads.keep(key, name)
             raise Retrace
         program.effects.append(Overwrite(reference))

@@ -207,9 +207,13 @@ class Frames:
 @contextmanager
 def calls_seen(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """In the block, a function is told of each call and return in this thread, as
-    `sys.setprofile` has it, and the profiler that is there already is told after it.
+    `sys.setprofile` has it, and the profiler that is there already is told after it. Where that is
+    written in C, as cProfile, nothing else can be told.
     """
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):
+        yield
+        return
 
     def hook(frame: FrameType, event: Any, arg: Any) -> None:
         see(frame, event, arg)
@@ -223,17 +227,23 @@ def calls_seen(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
         sys.setprofile(before)
 
 
+@contextmanager
+def calls_unseen() -> Iterator[None]:
+    """In the block, nobody is told of calls in this thread."""
+    before: Any = sys.getprofile()
+    if not callable(before):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def is_torch_file(file: str) -> bool:
     """Whether a file is PyTorch's."""
     return file.startswith(_TORCH)
-
-
-def user_place() -> tuple[str, int]:
-    """File and line of the user's code that is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_code(frame.f_code):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_run_by(folder: str) -> bool:

@@ -5,7 +5,8 @@ they were.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -22,7 +23,7 @@ from roam.kernels.calls import Placed, placed_calls
 from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
-from roam.program.effects import Rebind, rebound
+from roam.program.effects import rebound
 from roam.program.gradient_lifetime import settle_gradients, used_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
@@ -32,9 +33,9 @@ from roam.program.passes import (
     accumulate_in_place,
     assign_early,
     prune,
-    renumbered,
     with_numbers,
     with_state,
+    with_used_state,
 )
 from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
@@ -43,33 +44,28 @@ from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
-from roam.state.equality import MISSING, Misfit, changed, show
+from roam.state.equality import MISSING, Misfit
 from roam.state.freed_gradients import REMEDY, lacks
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
 from roam.state.policies import Policies, Policy, Retrace
 from roam.state.reach import Reach
-from roam.state.references import (
-    ArgumentReference,
-    GradientReference,
-    PlaceReference,
-    number_references,
-)
+from roam.state.references import ArgumentReference, GradientReference, number_references
+from roam.state.settings import Setting, Settings, in_place
 from roam.state.sizes import plain_number
-from roam.state.snapshot import DRAWN, Setting, Snapshot, applied, place_of
+from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
 from roam.tracing.compiled.code import UsedCode
 from roam.tracing.compiled.regions import Regions
 from roam.tracing.compiled.repeated_blocks import compile_blocks
 from roam.tracing.cuda_estimate.absent import estimate_of
 from roam.tracing.distributed.fully_shard import set_up
-from roam.tracing.endings import OUTSIDE, check_no_leaf
+from roam.tracing.endings import OUTSIDE
 from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
 from roam.tracing.fake_kernels.tensors import marked_fakes
 from roam.tracing.fakes.imports import clear_fakes
-from roam.tracing.numbers.branch_answers import Answers
 from roam.tracing.numbers.rng import watched
 from roam.tracing.numbers.scalar_guards import CHANCE
 from roam.tracing.stand_ins.fake_state import FakeState, refuse
@@ -148,27 +144,61 @@ class CapturedStep:
     """None if it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
-    settings: list[Setting]
-    """Plain values that the step itself sets, to the same at every run; the guards expect them to
-    be set."""
     compiled: UsedCode
+    settings: list[Settings]
+    """What the step sets itself before it does what was captured; the guards expect it set."""
 
     def failure(self, call: StepCall) -> Misfit | None:
-        """None if a call finds everything as capture did, else what changed; what the step sets
-        itself need not be set yet.
+        """None if a call finds everything as capture did, else what changed."""
+        return self.state_failure(call) or self.arguments.failure(call) or self.compiled.failure()
+
+    def state_failure(self, call: StepCall, *, is_first: bool | None = None) -> Misfit | None:
+        """The same for the state alone; what the step sets itself need not be set yet.
+
+        Args:
+            is_first: of the variant, as in `Settings`; None for any.
         """
-        pending = [setting for setting in self.settings if setting.is_pending()]
-        if pending and len(pending) < len(self.settings):
-            # What the step does where some are set has not been traced.
-            return changed(pending[0].path, "what the step leaves there", show(pending[0].old))
-        if pending:
-            with applied(pending):
-                failure = self.guards.failure()
-        else:
-            if self.guards not in call.asked:
-                call.asked[self.guards] = self.guards.failure()
-            failure = call.asked[self.guards]
-        return failure or self.arguments.failure(call) or self.compiled.failure()
+        failure = self._guards_failure(call)
+        return None if failure is None or self.pending(call, is_first=is_first) else failure
+
+    def pending(self, call: StepCall, *, is_first: bool | None = None) -> Settings | None:
+        """What has to be set, as the step would, for a call to find all as capture did; None if
+        that is nothing, or if there is more to it.
+        """
+        if not self.settings or self._guards_failure(call) is None:
+            return None
+        return next((one for one in self.settings if self._waits_for(one, is_first)), None)
+
+    def _guards_failure(self, call: StepCall) -> Misfit | None:
+        if self.guards not in call.asked:
+            call.asked[self.guards] = self.guards.failure()
+        return call.asked[self.guards]
+
+    def _waits_for(self, settings: Settings, is_first: bool | None) -> bool:
+        if is_first not in (None, settings.is_first) or not settings.is_pending():
+            return False
+        with in_place(settings.all):
+            return self.guards.failure() is None
+
+    def sets_too(self, other: CapturedStep) -> bool:
+        """Takes over what another capture has found that the step sets, if that one is the same
+        apart from this. Returns whether it is.
+        """
+        (settings,) = other.settings
+        pairs = (self.first, other.first) if settings.is_first else (self.steady, other.steady)
+        mine, its = (None if one is None else one.as_written for one in pairs)
+        if (
+            mine is None
+            or its is None
+            or self.guards is not other.guards
+            or mine.lacking != its.lacking
+            or _absent(mine) != _absent(its)
+            or not asks_the_same(mine, its)
+            or difference(mine, its) is not None
+        ):
+            return False
+        self.settings[:] = [settings, *self.settings][:_MOST_KNOWN]
+        return True
 
 
 @dataclass(slots=True)
@@ -192,7 +222,6 @@ class Known:
             equal.
         settling: at how many calls in a row the user's function has run in a plan's place, because
             it may still set something up.
-        passing: the answers with which PyTorch's own checks pass (`Answers`).
     """
 
     policies: Policies = field(default_factory=Policies)
@@ -200,7 +229,6 @@ class Known:
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
     settling: int = 0
-    passing: dict[Any, bool] = field(default_factory=dict)
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
     layouts: dict[Any, Any] = field(default_factory=dict)
@@ -239,11 +267,17 @@ class Known:
 
     def has_agreed(self, program: Program) -> bool:
         """Whether two traces have agreed on a program already, for arguments of these sizes or
-        others.
+        others, with the same state or other state that it does not use.
         """
         if self.programs and next(expressions_of(program), None) is not None:
             program = replaced_in(program, plain_number)
-        return any(is_resized(known, program) for known in reversed(self.programs))
+        if any(is_resized(known, program) for known in reversed(self.programs)):
+            return True
+        alike = [known for known in self.programs if len(known.calls) == len(program.calls)]
+        if not alike:
+            return False
+        program = with_used_state(program)
+        return any(is_resized(with_used_state(known), program) for known in reversed(alike))
 
     def add(self, program: Program) -> None:
         """Notes a program on which two traces agree. A copy of it is kept, since settling gradients
@@ -268,27 +302,17 @@ class Known:
 
 @dataclass(slots=True)
 class _Settled:
-    """Plain values that a step sets, maybe once and for all, as a model does when it finds out what
-    kind of labels it is given.
+    """Plain values that a step sets, maybe to the same whatever they are.
 
     Attributes:
         settings: these.
         program: what the step does where they are not set yet.
-        refusal: to be raised if it does something else later.
+        refusal: to be raised if it does something else where they are.
     """
 
     settings: list[Setting]
     program: Program
     refusal: CaptureError
-
-    def after_trace(self) -> _Settled:
-        """The same, once the tensors that are replaced are back where a trace had fakes."""
-        return replace(self, settings=[setting.found() for setting in self.settings])
-
-    def refused(self) -> CaptureError:
-        """The refusal, of a step that may go on otherwise once it has run."""
-        self.refusal.settles = MOST_SETTLING
-        return self.refusal
 
 
 def capture(
@@ -317,9 +341,6 @@ def capture(
 
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
-        If the step branches on values that it computes, operators that change something wait for
-        the outcomes. Numbers are assumed to be finite and all other conditions to be false, and the
-        graph's notes say so.
 
     Raises:
         CaptureError: the step cannot be captured exactly; the error names the operator and the
@@ -373,7 +394,6 @@ def capture_step(
     keep_grads: bool = False,
     known: Known | None = None,
     asks_kernels: bool = False,
-    answers: Answers | None = None,
     sized: SizedKernels | None = None,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
@@ -384,7 +404,6 @@ def capture_step(
         known: what earlier captures of the same step found; what this one finds is added.
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
             results lie in memory.
-        answers: what to take for granted at branches, where the step's code goes on either way.
         sized: makes what follows from the symbols of sizes; None if all sizes are those of the
             call.
     """
@@ -403,9 +422,7 @@ def capture_step(
             )
         known = Known() if known is None else known
         known.regions.start()
-        answers = Answers() if answers is None else answers
-        answers.passing = known.passing
-        call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized)
+        call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, sized)
         are_left: Callable[[], bool] | None = None
         trusted = known.exchanged()
         known.climb(Policy.FORM, trusted)
@@ -415,24 +432,20 @@ def capture_step(
             with marked_fakes() as are_left:
                 while True:
                     try:
-                        # Captured as if all that settles were set: the first step does the same
-                        # then, and later ones set nothing new.
-                        with applied(call.settings):
+                        # Captured as if all that the step sets were set, as it is next time.
+                        with in_place(call.settings):
                             captured = _captured(call)
                             doubted = None
                             return captured
                     except Retrace as found:
                         if found.first is not None:
-                            with applied(call.settings):
+                            with in_place(call.settings):
                                 found.first()
                             continue
-                        call.settled = found.settled and found.settled.after_trace()
+                        call.settled = found.settled
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
-                        if error.blames_answer:
-                            call.settled = None
-                            continue
                         grown = known.policies.places(Policy.APPENDED)
                         if trusted or (doubted is None and grown):
                             # Maybe only because of what these policies put in the lists' places.
@@ -447,9 +460,8 @@ def capture_step(
                             # The step can be captured with these lists once it has run.
                             raise doubted[1] from None
                         if call.settled is not None and error.code == "step_raised":
-                            # It was run with less than it leaves at once, as a table's length
-                            # without the table.
-                            raise call.settled.refused() from error
+                            # It was run with less than it leaves at once.
+                            raise call.settled.refusal from error
                         raise
         finally:
             if doubted is not None:
@@ -464,11 +476,11 @@ class _Call:
     """A call that is captured, and what its traces have found so far.
 
     Attributes:
-        train_step, args, kwargs, keep_grads, known, asks_kernels, answers, sized: as of
+        train_step, args, kwargs, keep_grads, known, asks_kernels, sized: as of
             `capture_step`.
         reads: what is known of the attributes that the step looks at.
         lacking: paths of the gradients that are not there if an earlier plan has freed them.
-        settled: what the step is supposed to have set once and for all.
+        settled: what the step is supposed to have set.
     """
 
     train_step: Callable[..., Any]
@@ -477,7 +489,6 @@ class _Call:
     keep_grads: bool
     known: Known
     asks_kernels: bool
-    answers: Answers
     sized: SizedKernels | None
     reads: Reads = field(default_factory=Reads)
     lacking: set[str] = field(default_factory=set)
@@ -505,7 +516,7 @@ class _Call:
 
 def _captured(call: _Call) -> CapturedStep:
     args, kwargs, known, reads = call.args, call.kwargs, call.known, call.reads
-    settled, answers, taker = call.settled, call.answers, call.known.taker
+    taker = call.known.taker
     taken = taker.take(args, kwargs)
     reach = call.reached(taken)
     is_changed = set_up([module for _, module in reach.modules])
@@ -542,8 +553,8 @@ def _captured(call: _Call) -> CapturedStep:
             # An argument whose very value Python needs cannot be live; it is guarded by value
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
-        if settled is not None and not _is_settled(settled, programs[0]):
-            raise settled.refused()  # the step that finds all of it set has just been traced
+        if call.settled is not None and not _is_settled(call.settled, programs[0]):
+            raise call.settled.refusal
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
         if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
             programs[0], live_numbers=False
@@ -603,11 +614,11 @@ def _captured(call: _Call) -> CapturedStep:
     arguments = ArgGuard(args, kwargs, guards, live, received, taker)
     if integers:
         known.taker = replace(known.taker, live=frozenset({int}))
-    settings = [] if settled is None else _lasting_settings(settled, programs[0])
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
-        first_step = _first(first, name, guards, answers)
-        return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
+        first_step = _first(first, name, guards)
+        settings = [Settings(call.settings, is_first=True)] if call.settings else []
+        return CapturedStep(first_step, None, guards, arguments, known.regions.used(), settings)
     if steady is not first and call.sized is None:
         known.add(steady)
     carried = {
@@ -620,18 +631,21 @@ def _captured(call: _Call) -> CapturedStep:
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
-        None if is_steady else _first(first, name, guards, answers),
-        Variant(
-            checks_first(steady),
-            name,
-            notes_on(steady, guards, guessed=answers.guessed),
-            as_written=steady,
-        ),
+        None if is_steady else _first(first, name, guards),
+        Variant(checks_first(steady), name, notes_on(steady, guards), as_written=steady),
         guards,
         arguments,
-        settings,
         known.regions.used(),
+        [Settings(call.settings, is_first=not is_steady)] if call.settings else [],
     )
+
+
+def _is_settled(settled: _Settled, after: Program) -> bool:
+    """Whether the step does the same where the values are set as it did before, except for setting
+    them.
+    """
+    before = settled.program
+    return asks_the_same(before, after) and difference(before, after) is None
 
 
 def _freed_before(program: Program) -> set[str]:
@@ -701,59 +715,36 @@ def _numbers(reach: Reach, changing: Collection[str]) -> list[tuple[str, int]]:
     ]
 
 
-def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
+def _first(program: Program, name: str, guards: Guards) -> Variant:
     program = prune(program)
-    notes = notes_on(program, guards, guessed=answers.guessed)
+    notes = notes_on(program, guards)
     return Variant(
         checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True
     )
 
 
-def _lasting_settings(settled: _Settled, after: Program) -> list[Setting]:
-    """What the step sets once; without the tensors that it replaces each time."""
-    renewed = {reference.path for reference, _ in rebound(after)}
-    return [
-        setting
-        for setting in settled.settings
-        if not (setting.is_exchange and setting.path in renewed)
-    ]
-
-
-def _is_settled(settled: _Settled, after: Program) -> bool:
-    """Whether the step does the same once the values are set as it did before, except for setting
-    them.
-    """
-    tables = [
-        setting.path for setting in _lasting_settings(settled, after) if setting.slot is not None
-    ]
-    written = after.written()
-    if any(
-        ref.path in tables and after.storage_of(slot) in written for ref, slot in after.referenced
-    ):
-        return False  # what the trace has left there was written once, and would be again
-    before = with_state(settled.program, after, tables)
-    if before is None or not asks_the_same(before, after):
-        return False
-    return difference(renumbered(prune(before)), renumbered(after)) is None
-
-
-def _refusal(moved: list[str], lasting: list[str]) -> CaptureError:
+def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> CaptureError:
     """The refusal of a step that changes Python state.
 
     Args:
         moved: all that it changes.
         lasting: what it changes at later calls too. One of these is named if there is any, since
             the others are allowed.
+        may_settle: whether the step may change nothing once it has run.
     """
     places = set(map(place_of, lasting))
     reason = next((reason for reason in moved if place_of(reason) in places), moved[0])
     remedy = (
         f"{CHANCE}; seed the generator outside of the step" if reason.endswith(DRAWN) else OUTSIDE
     )
-    return CaptureError(
+    if may_settle:
+        remedy += "; if the step sets this only once, call it once first"
+    error = CaptureError(
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
+    error.settles = MOST_SETTLING if may_settle else 0
+    return error
 
 
 _METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
@@ -813,6 +804,28 @@ def _absent(program: Program) -> set[str]:
 
 
 @dataclass(slots=True)
+class _Faked:
+    """What a tracer traces: the user's objects with fakes.
+
+    Attributes:
+        state, args, kwargs: the fakes, and the step's arguments with them.
+        inside: what the objects held before the first trace.
+        starts: which places shared tensors before each trace.
+    """
+
+    state: FakeState
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inside: Snapshot
+    switches: Switches
+    starts: list[list[int]] = field(default_factory=list)
+
+    def moved(self) -> list[str]:
+        """What traces have changed that they may not."""
+        return [*self.inside.moved(), *filter(None, [self.switches.moved()])]
+
+
+@dataclass(slots=True)
 class _Tracer:
     """Traces one call of the user's function, any number of times, each from the state in which it
     was found.
@@ -828,15 +841,11 @@ class _Tracer:
     """Whether one of the traces that agree had plain arguments where another had live ones."""
 
     @interrupts_wait()
-    def programs(
-        self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False
-    ) -> list[Program]:
-        """Successive steps, until two in a row are the same program, or one is known; or the first
-        alone, as it has to be without live numbers.
-        """
+    def programs(self, *, live_arguments: bool) -> list[Program]:
+        """Successive steps, until two in a row are the same program, or one is known."""
         self.reach.reads.disturbed.clear()
         try:
-            programs = self._programs(live_arguments, live_numbers, only_first=only_first)
+            programs = self._programs(live_arguments, True, only_first=False)
         except CaptureError:
             self.reach.reads.check_others()
             raise
@@ -882,14 +891,71 @@ class _Tracer:
         return agrees(program, other)
 
     def _programs(
-        self,
-        live_arguments: bool,
-        live_numbers: bool,
-        *,
-        only_first: bool,
-        stirs: bool = False,
+        self, live_arguments: bool, live_numbers: bool, *, only_first: bool, stirs: bool = False
     ) -> list[Program]:
-        fake_state = FakeState(
+        programs: list[Program] = []
+        plain: Program | None = None
+        change: str | None = None
+        with self._faked() as faked:
+            if stirs:
+                faked.inside.stir()
+            tries_plain = live_arguments and not only_first and self.call.sized is None
+            while len(programs) < _MOST_TRACES:
+                # The trace that agrees also shows what the step does with plain arguments.
+                is_plain = tries_plain and len(programs) == 1
+                tries_plain = tries_plain and not programs
+                try:
+                    program = self._traced(faked, live_arguments and not is_plain, live_numbers)
+                except CaptureError as error:
+                    if not programs or not _needs_others(error, programs):
+                        raise
+                    programs[-1].unsettled = error
+                    return programs
+                has_moved = bool(faked.moved())
+                if is_plain and not has_moved:
+                    plain = program
+                    live = _with_live(plain, programs[0], faked.state.leaves)
+                    if asks_the_same(programs[0], live) and not self._unlike(programs[0], live):
+                        self.same_with_plain = True
+                        return [programs[0], live]
+                    faked.inside.stir()
+                    continue
+                programs.append(program)
+                if not live_numbers:
+                    return programs
+                if has_moved:
+                    raise self._followed(faked, programs)
+                if (
+                    only_first
+                    or program.unsettled is not None
+                    or self.call.known.has_agreed(program)
+                ):
+                    return programs
+                if len(programs) == 2 and (change := self._unlike(*programs)) is None:
+                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
+                    return programs
+                if len(programs) == 2 and plain is not None:
+                    live = _with_live(plain, programs[1], faked.state.leaves)
+                    if asks_the_same(programs[1], live) and not difference(programs[1], live):
+                        return programs
+                if len(programs) > 2 and (change := difference(*programs[-2:])) is None:
+                    return programs
+                faked.inside.stir()
+        refusal = CaptureError(
+            _resized(programs[0])
+            or f"the step did different things in two traces from the same state: {change}; let the "
+            "step depend on its arguments and state alone",
+            code="unstable",
+        )
+        if faked.starts[-1] == faked.starts[-2]:
+            raise refusal
+        programs[0].unsettled = _Unlike(refusal)
+        return programs[:1]
+
+    @contextmanager
+    def _faked(self) -> Iterator[_Faked]:
+        """A block in which the user's objects hold fakes."""
+        state = FakeState(
             self.reach,
             self.call.args,
             self.call.kwargs,
@@ -898,142 +964,87 @@ class _Tracer:
             asks_kernels=self.call.asks_kernels,
             remembered=self.call.known.kernels,
             reliance=self.reliance,
-            answers=self.call.answers,
             regions=self.call.known.regions,
             layouts=self.call.known.layouts,
             integers=self.integers,
             lacking=self.call.lacking,
             sized=self.call.sized,
         )
-        reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach, leaves_others=True), Switches()
-        programs: list[Program] = []
-        plain: Program | None = None
-        change: str | None = None
-        starts: list[list[int]] = []
         try:
-            args, kwargs = fake_state.enter()
-            inside = Snapshot(self.reach, leaves_others=True)
-            if stirs:
-                inside.stir()
-            tries_plain = live_arguments and not only_first and self.call.sized is None
-            while len(programs) < _MOST_TRACES:
-                # The trace that agrees also shows what the step does with plain arguments.
-                is_plain = tries_plain and len(programs) == 1
-                tries_plain = tries_plain and not programs
-                self.call.known.traces += 1
-                starts.append(fake_state.sharing())
-                try:
-                    program = trace(
-                        fake_state,
-                        self.call.train_step,
-                        args,
-                        kwargs,
-                        live_arguments=live_arguments and not is_plain,
-                        live_numbers=live_numbers,
-                    )
-                except CaptureError as error:
-                    self._check_unread(fake_state, is_over=False)
-                    if not programs or not _needs_others(error, programs):
-                        raise
-                    programs[-1].unsettled = error
-                    return programs
-                self._check_unread(fake_state, is_over=True)
-                if self.call.sized is None:  # of equal numbers only some may follow from symbols
-                    self.call.known.share(program)
-                reads.check()
-                reads.add_functions(self.reliance.unreached(self.reach))
-                if self.reach.may_be_narrower():
-                    reads.narrow()
-                    raise Retrace
-                moved = [*inside.moved(), *filter(None, [switches.moved()])]
-                climbs = self._climbs(inside) if moved else {}
-                grown = climbs.get(Policy.APPENDED, ())
-                settings = (
-                    None
-                    if self.call.settled is not None or not moved or switches.moved()
-                    else inside.settings(fake_state.made, grown)
-                )
-                for setting in settings or ():
-                    if setting.slot is not None and not setting.is_exchange:
-                        path = setting.path
-                        check_no_leaf(setting.space.get(setting.key), path)
-                        reference = PlaceReference(
-                            setting.space, setting.key, path, "buffer", tied=False
-                        )
-                        program.effects.append(Rebind(reference, setting.slot))
-                accumulate_in_place(program)
-                program = assign_early(program)
-                program = (
-                    self.call.known.pruned(program) if self.call.sized is None else prune(program)
-                )
-                if is_plain and not moved:
-                    plain = program
-                    program = _with_live(plain, programs[0], fake_state.leaves)
-                    if asks_the_same(programs[0], program) and (
-                        self._is_first_of(programs[0], program)
-                        or difference(programs[0], program) is None
-                    ):
-                        self.same_with_plain = True
-                        return [programs[0], program]
-                    inside.stir()
-                    continue
-                programs.append(program)
-                if not live_numbers:
-                    return programs
-                if moved:
-                    # What may be set once and for all is no number that changes each time.
-                    if settings is not None and not grown:
-                        refusal = _refusal(moved, [])
-                        raise Retrace(settled=_Settled(settings, programs[0], refusal))
-                    if climbs:
-                        raise Retrace(climbs if settings is None else {Policy.APPENDED: grown})
-                    lasting = self._lasting(fake_state, args, kwargs)
-                    refusal = _refusal(moved, lasting)
-                    refusal.settles = 0 if switches.moved() or lasting else MOST_SETTLING
-                    raise refusal
-                if (
-                    only_first
-                    or program.unsettled is not None
-                    or (len(programs) == 1 and self.call.known.has_agreed(programs[0]))
-                ):
-                    return programs
-                if len(programs) == 2 and self._is_first_of(*programs):
-                    self.same_with_plain = plain is not None and agrees(programs[1], plain)
-                    return programs
-                if len(programs) == 2 and plain is not None:
-                    program = _with_live(plain, programs[1], fake_state.leaves)
-                    if asks_the_same(programs[1], program) and not difference(programs[1], program):
-                        return programs
-                if len(programs) > 1:
-                    change = difference(programs[-2], programs[-1])
-                    if change is None:
-                        return programs
-                inside.stir()
+            args, kwargs = state.enter()
+            yield _Faked(state, args, kwargs, Snapshot(self.reach, leaves_others=True), switches)
         finally:
             switches.restore()
-            fake_state.growing.leave()
-            snapshot.restore(fake_state.fakes())
-            fake_state.leave()
-        refusal = CaptureError(
-            _resized(programs[0])
-            or f"the step did different things in two traces from the same state: {change}; let the "
-            "step depend on its arguments and state alone",
-            code="unstable",
-        )
-        if starts[-1] == starts[-2]:
-            raise refusal
-        programs[0].unsettled = _Unlike(refusal)
-        return programs[:1]
+            state.growing.leave()
+            snapshot.restore(state.fakes())
+            state.leave()
 
-    def _is_first_of(self, first: Program, later: Program) -> bool:
-        """Whether a later step is the first one again, except for the state that the first one
-        makes. Optimizers of others may keep what they know elsewhere.
+    def _traced(self, faked: _Faked, live_arguments: bool, live_numbers: bool) -> Program:
+        """One more trace, pruned.
+
+        Raises:
+            Retrace: the step looks at more than was known.
         """
-        if not _has_known_optimizers(self.reach):
-            return False
-        expected = with_state(first, later)
-        return expected is not None and difference(expected, later) is None
+        reads, known = self.reach.reads, self.call.known
+        known.traces += 1
+        faked.starts.append(faked.state.sharing())
+        try:
+            program = trace(
+                faked.state,
+                self.call.train_step,
+                faked.args,
+                faked.kwargs,
+                live_arguments=live_arguments,
+                live_numbers=live_numbers,
+            )
+        except CaptureError:
+            self._check_unread(faked.state, is_over=False)
+            raise
+        self._check_unread(faked.state, is_over=True)
+        if self.call.sized is None:  # of equal numbers only some may follow from symbols
+            known.share(program)
+        reads.check()
+        reads.add_functions(self.reliance.unreached(self.reach))
+        if self.reach.may_be_narrower():
+            reads.narrow()
+            raise Retrace
+        accumulate_in_place(program)
+        program = assign_early(program)
+        return known.pruned(program) if self.call.sized is None else prune(program)
+
+    def _followed(self, faked: _Faked, programs: list[Program]) -> Exception:
+        """What to raise for changes of Python state that the last of these programs has made:
+        `Retrace` with the policies that follow them, or with what to set before, or else the
+        refusal.
+        """
+        found = {
+            policy: self.call.known.policies.below(policy, paths)
+            for policy, paths in faked.inside.following().items()
+        }
+        climbs: dict[Policy, Collection[Any]] = {
+            policy: paths for policy, paths in found.items() if paths
+        }
+        if climbs:
+            return Retrace(climbs)
+        moved = faked.moved()
+        if self.call.settled is None and len(programs) == 1 and not faked.switches.moved():
+            settings = faked.inside.settings()
+            if settings:
+                refusal = _refusal(moved, [], may_settle=True)
+                return Retrace(settled=_Settled(settings, programs[0], refusal))
+        lasting = self._lasting(faked)
+        return _refusal(moved, lasting, may_settle=not faked.switches.moved() and not lasting)
+
+    def _unlike(self, first: Program, later: Program) -> str | None:
+        """None if a later trace is the same program, or the first one again but for the state that
+        the first one makes (optimizers of others may keep what they know elsewhere); else what
+        differs.
+        """
+        expected = with_state(first, later) if _has_known_optimizers(self.reach) else None
+        if expected is not None and difference(expected, later) is None:
+            return None
+        return difference(first, later)
 
     def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
@@ -1048,19 +1059,7 @@ class _Tracer:
         if read:
             raise Retrace({Policy.FIXED: read})
 
-    def _climbs(self, inside: Snapshot) -> dict[Policy, Collection[Any]]:
-        """The policies that would follow what the step has changed, each with the places that have
-        a lower one.
-        """
-        found = {
-            policy: self.call.known.policies.below(policy, paths)
-            for policy, paths in inside.following().items()
-        }
-        return {policy: paths for policy, paths in found.items() if paths}
-
-    def _lasting(
-        self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[str]:
+    def _lasting(self, faked: _Faked) -> list[str]:
         """What the step, run again on what the last trace has left, changes in Python state that no
         later capture could follow. That run makes no program, since the last trace has left fakes
         that the fake state does not know. If the run ends in an error, the answer is a guess: none,
@@ -1069,7 +1068,7 @@ class _Tracer:
         inside = Snapshot(self.reach, leaves_others=True)
         inside.stir()  # so that a generator that the step seeds each time is seen to move
         try:
-            trace(fake_state, self.call.train_step, args, kwargs, live_arguments=False)
+            trace(faked.state, self.call.train_step, faked.args, faked.kwargs, live_arguments=False)
         except Retrace as found:
             if not found.climbs:
                 raise
@@ -1163,13 +1162,3 @@ def _refuse_unseen_state(reach: Reach) -> None:
             error.path = path
             raise
     check_beneath(reach)
-
-
-__all__ = [
-    "CapturedStep",
-    "Variant",
-    "capture",
-    "capture_step",
-    "capture_variant",
-    "refuse_shapeless",
-]

@@ -27,12 +27,7 @@ from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.messages import OUTLET, PATH, outline
 from roam.state.nests import joined, with_dicts_opened
 from roam.state.policies import Policy, Retrace
-from roam.state.references import (
-    ArgumentReference,
-    OptimizerReference,
-    PlaceReference,
-    StateKeys,
-)
+from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
 from roam.state.wrappers import is_faked
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
@@ -48,22 +43,12 @@ from roam.torch_compat.private import (
 from roam.tracing.cuda_estimate.absent import PRESENT
 from roam.tracing.distributed import fully_shard
 from roam.tracing.distributed.ddp import Reductions
-from roam.tracing.endings import (
-    Before,
-    Original,
-    Received,
-    known_objects,
-    record_endings,
-)
+from roam.tracing.endings import Before, Original, Received, known_objects, record_endings
 from roam.tracing.fakes.fake_mode import quiet_fakes
 from roam.tracing.fakes.imports import imports_leave
 from roam.tracing.numbers.rng import Watch
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.source_location import (
-    Frames,
-    is_user_code,
-    shown_path,
-)
+from roam.tracing.source_location import Frames, is_user_code, shown_path
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.function_stand_ins import (
     OWN_BATCHES,
@@ -111,7 +96,7 @@ def trace(
         watch,
         fake_state.number_of,
         fake_state.results,
-        fake_state.answers.replay(_run.__code__),
+        True,
         fake_state.sized,
     )
     before = Before.of(fake_state)
@@ -191,8 +176,6 @@ def trace(
             except CaptureError as error:
                 fake_state.regions.check_failure()
                 recorder.messages.check(error)
-                if error.code == "step_raised" and not error.settles:
-                    error.blames_answer = recorder.blames_answer()
                 raise
             recorder.messages.check()
             fake_state.reliance.levels |= recorder.messages.levels
@@ -209,7 +192,6 @@ def trace(
             made.messages = list(map(outline, recorder.messages.all))
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
-        fake_state.made = recorder.made_tensor
         fake_state.end_histories(before.placed)
         fake_state.part_from(given.leaves, (tensor for _, tensor in before.tensors))
         return recorder.program
@@ -228,8 +210,6 @@ def trace(
             rate_reference.set(rate)
         for number_reference, number in held:
             number_reference.set(number)
-        for entry in fake_state.entries().keys() - before.entries.keys():
-            entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         fake_state.forget_values()
 
 
@@ -278,7 +258,7 @@ def _left(
         added = fake_state.growing.added()
         if messages := recorder.messages.all:
             added.append(messages)
-        left = containers.left(result, recorder.late_lists, added)
+        left = containers.left(result, added)
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
     if left is None or not is_restored or (left.changes and fake_state.taker.opened):
@@ -469,6 +449,8 @@ def _own_arguments(
                 recorder.add_given(reference, leaf)
                 if leaf.is_leaf:
                     received.append((reference, leaf, leaf.grad))
+        elif fake_state.sized is not None and position in fake_state.sized.numbers:
+            leaves[position] = fake_state.sized.numbers[position]
         elif live and type(leaf) is float:
             leaves[position] = recorder.add_live(reference, reference.path)
         elif live and position in fake_state.integers:

@@ -16,23 +16,27 @@ from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
 from roam.program.operators import is_foreign
+from roam.runtime.beside.lazy import Begun, Lazy
 from roam.runtime.beside.placeholders import (
+    GONE,
     UNREAD,
     WeakStorage,
     fill,
     is_exposed,
+    is_unread,
     note_known,
     note_sharing,
     own,
     placeholder,
     tensor_in,
 )
-from roam.runtime.beside.planned import Planned, let_go_of_old_data
+from roam.runtime.beside.planned import Planned, kernels_alone, let_go_of_old_data
 from roam.runtime.beside.recording import (
     Entry,
     Given,
     Made,
     at_path,
+    drawn_state,
     hidden_branch,
     is_passed,
     is_plain,
@@ -48,8 +52,9 @@ from roam.runtime.beside.script import (
     TENSOR,
     Expected,
     Script,
-    aten,
+    begun,
     common,
+    is_in_range,
     is_same,
     leaf_at,
     slots_of,
@@ -65,12 +70,8 @@ from roam.torch_compat.private import (
     storage_pointer,
     version_of,
 )
+from roam.tracing.recording.kernel_facts import facts_of
 from roam.tracing.source_location import Frames
-
-_IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-"""Losses that leave out the labels that their fifth argument names."""
-_GONE: weakref.ref[Any] = weakref.ref(set())
-"""Stands for a tensor that is not there any more."""
 
 
 class Matched(HiddenMode):
@@ -85,22 +86,28 @@ class Matched(HiddenMode):
         self,
         planned: Planned,
         others: Sequence[Planned] = (),
-        enter: Callable[[Planned], None] = lambda _: None,
+        enter: Callable[[Planned | None], None] = lambda _: None,
+        lazy: Callable[[], Lazy] | None = None,
     ) -> None:
         """Begins a call.
 
         Args:
             others: other ways that calls of this kind go. The call goes over to one of them where
                 it goes as that does, as long as no kernel has run.
-            enter: is called with the plan that a call goes over to.
+            enter: is called with the plan that a call goes over to, or with None where it leaves.
+            lazy: makes what goes on with a call that leaves, if that is not to run as it is.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.left = ""
         self.is_over = False
-        self.is_busy = False
+        self.lazy: Lazy | None = None
+        """What has gone on with the call since it left."""
+        self._make_lazy = lazy
+        self._is_busy = False
         script = planned.script
-        self._drawn: torch.Tensor | None = None
-        """The random generator's state when Python was last seen to have to do with it."""
+        self._drawn: bytes | None = None
+        """The random generator's state when Python was last seen to have to do with it. It is no
+        tensor, which would count as the step's memory."""
         self._tried: set[tuple[int, int]] = set()
         """Plans that the call has followed up to a place where they did not go on as it did."""
         self._copies: dict[int, torch.UntypedStorage] = {}
@@ -156,9 +163,9 @@ class Matched(HiddenMode):
         self.planned = planned
         self._script, self._executor = planned.script, planned.executor
         self._entries, self._steps = planned.script.entries, planned.script.steps
-        self._inputs, self._around = planned.inputs, planned.around
+        self._inputs = planned.inputs
         if self._drawn is None and any(planned.script.draws):
-            self._drawn = torch.default_generator.get_state()
+            self._drawn = drawn_state()
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
         """Whether the call goes over to another plan, whose script has begun as this one has, and
@@ -189,6 +196,11 @@ class Matched(HiddenMode):
             return True
         return False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether what runs now is no Python of the step's."""
+        return self._is_busy or (self.lazy is not None and self.lazy.is_busy)
+
     # -- operators
 
     def __torch_dispatch__(
@@ -201,6 +213,8 @@ class Matched(HiddenMode):
         if self.left:
             if self.failure is not None:
                 raise self.failure
+            if self.lazy is not None:
+                return self.lazy.__torch_dispatch__(func, types, args, kwargs)
             if hidden := hidden_branch(func, args, Frames({}, {})):
                 self.failure = hidden
                 raise hidden
@@ -242,7 +256,7 @@ class Matched(HiddenMode):
             if moment is None:
                 self._allow(step.entry)
             elif not self._pass(self._at):
-                return func(*args, **(kwargs or {}))
+                return self._go_on(func, args, kwargs or {})
             self._at += 1
             result = func(*args, **(kwargs or {}))
             if is_foreign(func):
@@ -250,7 +264,7 @@ class Matched(HiddenMode):
             return result
         if step.bound is not None and not self._is_in_range(step, args):
             self.leave("an index is out of range")
-            return func(*args, **(kwargs or {}))
+            return self._go_on(func, args, kwargs or {})
         self._at += 1
         for number in step.guarded:
             if number not in self._forbidden and number not in self._copies:
@@ -287,6 +301,12 @@ class Matched(HiddenMode):
                 else f"{entry.func} came, at {entry.source}"
             )
             self.leave(self._misfit or f"{func} comes where {came}")
+        return self._go_on(func, args, kwargs)
+
+    def _go_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns in a call that has left, or that no plan has."""
+        if self.lazy is not None:
+            return self.lazy.__torch_dispatch__(func, (), args, kwargs)
         return func(*args, **kwargs)
 
     def _is_in_range(self, step: Expected, args: Any) -> bool:
@@ -294,17 +314,9 @@ class Matched(HiddenMode):
         stands, as in eager PyTorch.
         """
         assert step.bound is not None
-        indices = args[step.bound[0]]
-        if indices.numel() == 0:
-            return True
         with self._kernels():
             self._allow(step.entry)  # what an earlier kernel waits for too
-            if step.func in _IGNORING:
-                indices = indices[indices != args[4]]
-                if indices.numel() == 0:
-                    return True
-            least, most = (one.item() for one in torch.aminmax(indices))
-        return bool(least >= 0 and most < step.bound[1](args))
+            return is_in_range(step.func, step.bound, args)
 
     def _allow(self, entry: Entry | None = None) -> None:
         """Lets Python look at memory that no kernel waits for any more; of an entry's arguments
@@ -454,21 +466,25 @@ class Matched(HiddenMode):
     @contextmanager
     def _kernels(self) -> Iterator[None]:
         """Around what is no Python of the step's."""
-        self.is_busy = True
+        self._is_busy = True
         try:
-            with interrupts_wait(), disable_current_modes(), self._around():
+            with interrupts_wait(), disable_current_modes(), kernels_alone(self.planned.devices):
                 yield
         finally:
-            self.is_busy = False
+            self._is_busy = False
 
     # -- the plan
 
     def threaded(self) -> None:
         """Python is about to give another thread something to do."""
         self.leave("it starts a thread, whose operators nothing sees")
+        if self.lazy is not None:
+            self.lazy.threaded()
 
     def settle(self, tensor: torch.Tensor | None) -> None:
         """Python looks at a tensor's memory, or at random generators (None)."""
+        if self.lazy is not None:
+            self.lazy.settle(tensor)
         if self.left or self.is_over:
             return
         args: tuple[int, ...] = ()
@@ -486,7 +502,12 @@ class Matched(HiddenMode):
                 lambda step: step.entry.kind == "settle" and step.entry.args == args
             ):
                 self.leave("the step looks at values where it did not")
-            elif at not in self._script.moments or self._pass(at):
+                if self.lazy is not None:
+                    self.lazy.settle(tensor)
+            elif at in self._script.moments and not self._pass(at):
+                if self.lazy is not None:
+                    self.lazy.settle(tensor)
+            else:
                 for number in self._forbidden.intersection(args):
                     allow_access(self._pointers[number])
                     self._forbidden = self._forbidden - {number}
@@ -498,13 +519,17 @@ class Matched(HiddenMode):
         """
         if not (is_plain(tensor) and is_plain(data)):
             self.leave("the step gives a tensor other data, and one of the two is no plain tensor")
+        if self.lazy is not None:
+            self.lazy.assigned(tensor, data)
+            return
+        if not (is_plain(tensor) and is_plain(data)):
             return
         note_sharing(tensor, data)
         if self.left or self.is_over:
             return
         ref = weakref.ref(tensor)  # the one of all slots of the tensor's
         for slot in [slot for slot, one in enumerate(self._weak) if one is ref]:
-            self._weak[slot] = _GONE
+            self._weak[slot] = GONE
         number = self._outside.get(storage_pointer(storage_of(data)))
         self._aliases = [one for one in self._aliases if one[1] is not ref]
         if number is not None:
@@ -537,14 +562,19 @@ class Matched(HiddenMode):
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
         self.leave("the step changes how kernels compute")
+        if self.lazy is not None:
+            self.lazy.switching()
 
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
         if self._drawn is not None:
-            self._drawn = torch.default_generator.get_state()
+            self._drawn = drawn_state()
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
+        if self.lazy is not None:
+            self.lazy.exposed(tensor, by)
+            return
         number = self._outside.get(storage_pointer(storage_of(tensor)))
         if number is not None:
             self._exposed.append((number, weakref.ref(by) if by is not None else None))
@@ -577,6 +607,9 @@ class Matched(HiddenMode):
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """A tensor with the memory of another one has been made without an operator."""
+        if self.lazy is not None:
+            self.lazy.aliased(tensor, alias)
+            return
         number = self._outside.get(storage_pointer(storage_of(tensor)))
         if number is not None:
             self._aliases.append((number, weakref.ref(alias)))
@@ -587,8 +620,13 @@ class Matched(HiddenMode):
         """The function has returned: runs the rest by the plan."""
         if self.failure is not None:  # which the step's own code has caught
             raise self.failure
-        if self.left:
-            return
+        if not self.left:
+            self._end()
+        if self.lazy is not None:
+            self.lazy.finish()
+
+    def _end(self) -> None:
+        """Runs the rest of a call that has followed its script."""
         if self._at != len(self._entries) and not self._goes_over(
             lambda step: step.entry.args == ("end",)
         ):
@@ -636,17 +674,8 @@ class Matched(HiddenMode):
         script = self._script
         with self._kernels():
             self._allow()
-            state = torch.default_generator.get_state() if script.draws[self._barrier] else None
-            if state is not None and not (
-                self._drawn is not None and torch.equal(state, self._drawn)
-            ):
-                self.left = "a generator was seeded"
-                self.failure = ExecutionError(
-                    "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
-                    "that draw from it; call torch.manual_seed or torch.set_rng_state by these names",
-                    code="generator_state",
-                )
-                raise self.failure
+            if script.draws[self._barrier]:
+                self._check_generator()
             try:
                 if self._parts is None:
                     inputs = [self._bound[slot] for slot in self._inputs]
@@ -665,41 +694,31 @@ class Matched(HiddenMode):
             self.drawn()
         return values
 
+    def _check_generator(self) -> None:
+        """Raises an error if the state of the random generator has changed unseen."""
+        if self._drawn != drawn_state():
+            self.left = "a generator was seeded"
+            self.failure = ExecutionError(
+                "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
+                "that draw from it; call torch.manual_seed or torch.set_rng_state by these names",
+                code="generator_state",
+            )
+            raise self.failure
+
     def _failed(self, error: BaseException) -> BaseException:
         """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
         nothing else runs of this call.
         """
         self.left = "a kernel failed"
-        failure = self._executor.failure(error)
-        program = self._executor.program
-        numbers = {slot: outside.slot for outside, slot in program.referenced}
-        stores = {program.storage_of(slot): slot for slot in numbers}
-        order = self._executor.bindings.order
-        done = order if failure is None else order[: failure.step + 1]
-        for index in done:
-            for slot in program.calls[index].mutates:
-                given = stores.get(program.storage_of(slot))
-                if given is not None and numbers[given] in self._bound:
-                    known = self._weak[numbers[given]]
-                    known = None if known is None else known()
-                    changed = [known] if known is not None else self._with_other_data()
-                    self.torn += [(tensor, version_of(tensor)) for tensor in changed]
+        for slot in self.planned.changed_before(error):
+            if slot in self._bound:
+                known = (self._weak[slot] or GONE)()
+                changed = [known] if known is not None else self._with_other_data()
+                self.torn += [(tensor, version_of(tensor)) for tensor in changed]
         for tensor in self._with_other_data():
             if self._outside.get(storage_pointer(storage_of(tensor))) in self._filled:
                 self.torn.append((tensor, version_of(tensor)))
-        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
-        after = (
-            "some state has been updated, and the rest has not"
-            if self.torn
-            else "no state has been updated"
-        )
-        self.failure = ExecutionError(
-            f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
-            f"end; {after}",
-            code="torn" if self.torn else "failed",
-            operator="" if failure is None else failure.call.name,
-            source="" if failure is None else str(failure.call.source),
-        )
+        self.failure = self.planned.failed(error, is_torn=bool(self.torn))
         return self.failure
 
     def _with_other_data(self) -> list[torch.Tensor]:
@@ -767,7 +786,7 @@ class Matched(HiddenMode):
         if self.left or self.is_over:
             return
         self.left = why
-        if _is_unread(sys.exc_info()[1]):  # which the step's own code has caught
+        if is_unread(sys.exc_info()[1]):  # which the step's own code has caught
             self.failure = ExecutionError(UNREAD, code="unread")
             raise self.failure
         if not self.may_leave:
@@ -778,9 +797,27 @@ class Matched(HiddenMode):
             )
             raise self.failure
         with self._kernels():
-            self._allow()
+            if self._make_lazy is not None:
+                if any(
+                    facts_of(entry.func).is_random
+                    for entry in self._entries[self._start : self._at]
+                    if entry.kind == "kernel"
+                ):
+                    self._check_generator()
+                lazy = self._make_lazy()
+                lazy.follow(self._begun())
+                self._in_pool.clear()
+            else:
+                self._allow()
             if self._parts is not None:
                 self._parts.close()
+            if self._make_lazy is not None:
+                self._parts = None
+                self._gets, self._bound = [], {}
+                self._spare.clear()
+                self._enter(None)
+                self.lazy = lazy
+                return
             try:
                 self._run_issued()
             except Exception as error:
@@ -795,6 +832,32 @@ class Matched(HiddenMode):
         """The step's own code has raised: as in eager PyTorch, what came before has run."""
         self.may_leave = True
         self.leave(f"it raised {type(error).__name__}")
+        if self.lazy is not None:
+            self.lazy.raised(error)
+
+    def _begun(self) -> Begun:
+        """How far the call has come."""
+        script, start = self._script, self._start
+        slots = script.slots
+        held: dict[int, torch.Tensor] = {}
+        for index in range(start, self._at):
+            entry = self._entries[index]
+            if script.runs[index] or entry.kind != "kernel":
+                continue
+            for slot in slots_of(entry):
+                meta = slots[slot]
+                assert meta is not None
+                number = meta.storage
+                if number in held or script.creators[number] >= start:
+                    continue
+                if slot in self._bound:
+                    held[number] = self._bound[slot]
+                elif number in self._filled and not self._places[number].expired():
+                    held[number] = tensor_in(self._places[number].get(), meta)
+        return Begun(
+            begun(script, self._at, self._bound), script.runs, start, self._barrier, self._weak, self._outside, self._places,
+            self._filled, self._in_pool, held, self._forbidden, self._exposed, self._assigned,
+        )  # fmt: skip
 
     def _run_issued(self) -> None:
         script = self._script
@@ -883,6 +946,11 @@ class Matched(HiddenMode):
 
     def release(self) -> None:
         """The call is over: what Python still holds in the pool gets memory of its own."""
+        if self.lazy is not None:
+            self.lazy.release()
+            self.torn += self.lazy.torn
+            self.failure = self.failure or self.lazy.failure
+            return
         self._allow()
         if self.failure is not None:
             self._put_back()
@@ -936,14 +1004,6 @@ def _rebound(
             value = TENSOR_DATA.__get__(tensor)
         new[slot] = value
     return new
-
-
-def _is_unread(error: BaseException | None) -> bool:
-    """Whether an error says that memory was asked for before a kernel has written to it. No method
-    of the error's class runs, which may be the user's.
-    """
-    said: tuple[Any, ...] = () if error is None else BaseException.args.__get__(error)  # type: ignore[attr-defined]
-    return any(type(one) is str and UNREAD in one for one in said)
 
 
 def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:

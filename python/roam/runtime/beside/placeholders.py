@@ -36,9 +36,21 @@ UNREAD = (
 )
 
 
+GONE: weakref.ref[Any] = weakref.ref(set())
+"""Stands for a tensor that is not there any more."""
+
+
 def is_possible() -> bool:
     """Whether this PyTorch can put memory into storages."""
     return STORAGES_SWAP
+
+
+def is_unread(error: BaseException | None) -> bool:
+    """Whether an error says that memory was asked for before a kernel has written to it. No method
+    of the error's class runs, which may be the user's.
+    """
+    said: tuple[Any, ...] = () if error is None else BaseException.args.__get__(error)  # type: ignore[attr-defined]
+    return any(type(one) is str and UNREAD in one for one in said)
 
 
 class WeakStorage:
@@ -70,8 +82,9 @@ def placeholder(meta: TensorMeta, size_bytes: int) -> tuple[torch.Tensor, torch.
     return tensor, storage
 
 
-def is_exposed(storage: torch.UntypedStorage) -> bool:
-    """Whether others than PyTorch may have the memory: NumPy, or what it was made from.
+def is_exposed(storage: torch.UntypedStorage, *, holds: int = 0) -> bool:
+    """Whether others than PyTorch may have the memory: NumPy, or what it was made from. So many
+    tensors hold it besides that the caller knows of.
 
     PyTorch marks such storages, and never takes the mark away. One of which it is known how it got
     the mark is in nobody's hands if nothing holds it but one tensor, or those that are known to.
@@ -85,7 +98,7 @@ def is_exposed(storage: torch.UntypedStorage) -> bool:
         tensor is not None and storage_pointer(storage_of(tensor)) == storage_pointer(storage)
         for tensor in (one() for one in _sharing(storage).values())
     )
-    return storage_uses(storage_pointer(storage)) > 1 + max(sharing, 1)
+    return storage_uses(storage_pointer(storage)) > 1 + holds + max(sharing, 1)
 
 
 _known: dict[int, WeakStorage] = {}
@@ -134,6 +147,12 @@ def fill(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 def fill_at(storage: torch.UntypedStorage, address: int) -> None:
     """Gives a storage memory that something else owns."""
     fill(storage, storage_at(address, storage.device, storage.nbytes()))
+
+
+def empty(storage: torch.UntypedStorage) -> None:
+    """Frees the memory of a storage, which is a placeholder's from then on."""
+    swap_memory(storage, storage_at(0, storage.device, storage.nbytes()))
+    forbid_access(storage_pointer(storage), UNREAD)
 
 
 def own(storage: torch.UntypedStorage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 
+from roam.errors import ExecutionError
 from roam.runtime.beside.script import Script
 from roam.runtime.executor import Executor
 from roam.runtime.memory_report import StepMemory
@@ -37,16 +38,47 @@ class Planned:
     def __post_init__(self) -> None:
         _all.add(self)
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """What kernels run in: autograd, autocast and function modes are left to Python."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(DisableTorchFunction())
-            for device in self.devices:
-                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            yield
+    def changed_before(self, error: BaseException) -> list[int]:
+        """Slots from outside that kernels have written to, up to the one that has failed."""
+        program, order = self.executor.program, self.executor.bindings.order
+        failure = self.executor.failure(error)
+        slot_of = {program.storage_of(slot): outside.slot for outside, slot in program.referenced}
+        done = order if failure is None else order[: failure.step + 1]
+        written = (
+            program.storage_of(slot) for index in done for slot in program.calls[index].mutates
+        )
+        return [slot_of[storage] for storage in written if storage in slot_of]
+
+    def failed(self, error: BaseException, *, is_torn: bool) -> ExecutionError:
+        """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
+        nothing else runs of the call.
+        """
+        failure = self.executor.failure(error)
+        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
+        after = (
+            "some state has been updated, and the rest has not"
+            if is_torn
+            else "no state has been updated"
+        )
+        return ExecutionError(
+            f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
+            f"end; {after}",
+            code="torn" if is_torn else "failed",
+            operator="" if failure is None else failure.call.name,
+            source="" if failure is None else str(failure.call.source),
+        )
+
+
+@contextmanager
+def kernels_alone(devices: Iterable[str]) -> Iterator[None]:
+    """What kernels run in: autograd, autocast and function modes are left to Python."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(DisableTorchFunction())
+        for device in devices:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 _all: WeakSet[Planned] = WeakSet()

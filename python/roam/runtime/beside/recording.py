@@ -127,6 +127,13 @@ class Recorder(HiddenMode):
         self.is_busy = False
         self.stopped: CaptureError | None = None
         """Why nothing more of the call runs."""
+        self.failure: Exception | None = None
+        """Why a kernel, or a plan, has failed."""
+        self.planned: Any = None
+        """The `Planned` by which all of the call has run, if its script is one that later calls can
+        be compared with."""
+        self.torn: list[tuple[torch.Tensor, int]] = []
+        """What was changed before a kernel failed, with the versions."""
         self.has_assigned = False
         """Whether a tensor has got the data of another one."""
         self._stops = stops
@@ -221,6 +228,15 @@ class Recorder(HiddenMode):
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """A tensor with the memory of another one has been made without an operator."""
 
+    def finish(self) -> None:
+        """The function has returned."""
+
+    def raised(self, error: BaseException) -> None:
+        """The step's own code has raised."""
+
+    def release(self) -> None:
+        """The call is over."""
+
     def end(self) -> Recording:
         """The recording; to be asked for when the block has ended."""
         self.recording.alive = self._alive()
@@ -264,16 +280,17 @@ class Recorder(HiddenMode):
         if facts.mutates:
             written = written_by(func, args, kwargs)
             entry.writes = tuple(self._slot(one) for one in tensors_in(tuple(written)))
-            self._has_written = self._has_written or any(
-                self.recording.storages[self.recording.slots[slot].storage].creator < 0
-                for slot in entry.writes
-            )
             if facts.reshapes_in_place:
                 entry.writes = ()
         if facts.takes_dtype and kwargs.get("dtype") is None and not tensors:
             entry.dtype = torch.get_default_dtype()
         self.recording.entries.append(entry)
-        result = func(*args, **kwargs)
+        try:
+            result = self._run(entry, args, kwargs)
+        except BaseException:
+            if entry.kind != "now":  # it has done nothing
+                self.recording.entries.remove(entry)
+            raise
         if entry.dtype is not None and entry.dtype is not result.dtype:
             entry.dtype = None  # its numbers say what it makes
         is_sequence = isinstance(result, (tuple, list))
@@ -325,7 +342,19 @@ class Recorder(HiddenMode):
                 self.fail("it makes a view and computes", "refused_operator", func)
         elif not is_kernel and not entry.writes and not facts.is_check:
             entry.kind = "view"
+        self._returned(entry)
         return result
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns that has just been noted."""
+        self._has_written = self._has_written or any(
+            self.recording.storages[self.recording.slots[slot].storage].creator < 0
+            for slot in entry.writes
+        )
+        return entry.func(*args, **kwargs)
+
+    def _returned(self, entry: Entry) -> None:
+        """What the last operator has returned is noted too."""
 
     # -- tensors
 
@@ -388,6 +417,13 @@ def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureEr
         'eager PyTorch; pass python="idle" to roam.compile, and see what the step is refused for then',
         code="hidden_branch", operator=str(func), source=source,
     )  # fmt: skip
+
+
+def drawn_state() -> bytes:
+    """The state of the CPU's random generator. It is no tensor, which would count as the step's
+    memory.
+    """
+    return torch.default_generator.get_state().numpy().tobytes()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from roam.torch_compat.private import schema_of
 from roam.tracing.recording.kernel_facts import facts_of
 
 aten = torch.ops.aten
-_SMALL_BYTES = 16
+SMALL_BYTES: Final = 16
 """Of tensors on the CPU with no more than this, such as counts of steps, Python may ask at once."""
 _SHAPED = frozenset({"arange", "range", "linspace", "logspace"})
 BOUNDS: Final[dict[Any, tuple[int, Callable[[Any], int]]]] = {
@@ -30,6 +30,8 @@ BOUNDS: Final[dict[Any, tuple[int, Callable[[Any], int]]]] = {
     aten.nll_loss2d_forward.default: (1, lambda args: args[0].shape[1]),
 }
 """Where operators have indices, and what these have to be below, on the CPU."""
+_IGNORING = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+"""Losses that leave out the labels that their fifth argument names."""
 Place = tuple[int, int]
 """(entry, leaf of its arguments)."""
 
@@ -124,6 +126,9 @@ class Script:
     """For each storage, the entry that makes it; -1 if it was there."""
     steps: list[Expected]
     """For each entry, and for the end, what it is compared with."""
+    recording: Recording
+    calls: list[int]
+    """For each entry, its call of the program; -1 if it has none."""
     shared: dict[int, int] = field(default_factory=dict)
     """By the identity of another script of the same kind of calls, see `common`."""
 
@@ -186,6 +191,32 @@ def may_change(entry: Entry, number: Any) -> bool:
     return "int" not in " ".join(kinds) and not entry.func.name().startswith("aten::pow")
 
 
+def numbers_of(recording: Recording) -> set[Place]:
+    """The places of an optimizer's numbers, such as learning rates and corrections of bias, which
+    nobody has seen to stay the same.
+    """
+    return {
+        (index, leaf)
+        for index, entry in enumerate(recording.entries)
+        if entry.phase == "update" and entry.kind == "kernel"
+        for leaf, value in enumerate(leaves(entry))
+        if type(value) is float and may_change(entry, value)
+    }
+
+
+def is_in_range(func: Any, bound: tuple[int, Callable[[Any], int]], args: Any) -> bool:
+    """Whether an operator of `BOUNDS` fails for none of its indices. One that does is to fail where
+    it stands, as in eager PyTorch.
+    """
+    indices = args[bound[0]]
+    if func in _IGNORING:
+        indices = indices[indices != args[4]]
+    if indices.numel() == 0:
+        return True
+    least, most = (one.item() for one in torch.aminmax(indices))
+    return bool(least >= 0 and most < bound[1](args))
+
+
 def leaves(entry: Entry) -> Iterator[Any]:
     """All that an operator is given, in order."""
     yield from _leaves(entry.args)
@@ -218,6 +249,7 @@ def script_of(
     changing: set[Place],
     *,
     holds_all: bool,
+    runs_small: bool = True,
 ) -> Script:
     """The script of a recording.
 
@@ -226,9 +258,10 @@ def script_of(
         changing: the numbers that change from call to call.
         holds_all: whether a plan holds all that Python holds where that asks for a value. If not,
             it need not hold what can be made again if the call goes another way.
+        runs_small: whether small operators on the CPU run where they stand.
     """
     entries = recording.entries
-    runs = _run_at_once(recording)
+    runs = _run_at_once(recording, runs_small)
     storages = recording.storages
     is_made = [seen.creator >= 0 and not runs[seen.creator] for seen in storages]  # by the program
     storage_of = [meta.storage for meta in recording.slots]
@@ -239,6 +272,7 @@ def script_of(
         slots.append(None)
 
     calls: list[Call] = []
+    call_of = [-1] * len(entries)
     creators: dict[int, int] = {}
     moments: dict[int, int] = {}
     barriers: list[Moment] = []
@@ -347,6 +381,7 @@ def script_of(
         dirty.update(storage_of[slot] for slot in entry.writes)
         used.update(storage_of[slot] for slot in slots_of(entry))
         draws = draws or facts.is_random
+        call_of[index] = len(calls)
         calls.append(call)
 
     given_written = {
@@ -402,19 +437,46 @@ def script_of(
                     () if is_run or entry.kind != "kernel" else tuple({
                         number for number in map(storage_of.__getitem__, _refs(entry))
                         if not is_made[number]
-                        and (storages[number].size_bytes > _SMALL_BYTES or number in written)
+                        and (storages[number].size_bytes > SMALL_BYTES or number in written)
                     }),
                 )
                 for place, (entry, is_run) in enumerate(zip(entries, runs, strict=True))
             ),
             Expected(None, (), (), (), RUN, -1, (), Entry("settle", None, ("end",), {})),
         ],
+        recording, call_of,
     )  # fmt: skip
 
 
 def leaf_at(entries: Sequence[Entry], place: Place) -> Any:
     """What an operator was given at a place when it was recorded."""
     return next(islice(leaves(entries[place[0]]), place[1], None))
+
+
+def begun(script: Script, count: int, bound: Mapping[int, Any]) -> Recording:
+    """The recording of a call that has done what a script begins with, with its own numbers."""
+    recording = script.recording
+    numbers: dict[int, dict[int, Any]] = {}
+    for (index, leaf), slot in script.live.items():
+        if index < count:
+            numbers.setdefault(index, {})[leaf] = bound[slot]
+    entries = [
+        replace(
+            entry, **dict(zip(("args", "kwargs"), _exchanged(entry, numbers[index]), strict=True))
+        )
+        if index in numbers
+        else entry
+        for index, entry in enumerate(recording.entries[:count])
+    ]
+    slots = max((slot for entry in entries for slot in slots_of(entry)), default=-1) + 1
+    storages = max((meta.storage for meta in recording.slots[:slots]), default=-1) + 1
+    return Recording(
+        entries,
+        recording.slots[:slots],
+        recording.storages[:storages],
+        {slot: at for slot, at in recording.met.items() if slot < slots},
+        parameters=frozenset(slot for slot in recording.parameters if slot < slots),
+    )
 
 
 def common(one: Script, other: Script) -> int:
@@ -481,7 +543,7 @@ def _refs(entry: Entry) -> list[int]:
     return refs(entry.args) + refs(entry.kwargs)
 
 
-def _run_at_once(recording: Recording) -> list[bool]:
+def _run_at_once(recording: Recording, runs_small: bool) -> list[bool]:
     """For each entry, whether it runs where it stands: small operators on the CPU of nothing but
     such and of small tensors from outside, and views of these.
     """
@@ -491,7 +553,7 @@ def _run_at_once(recording: Recording) -> list[bool]:
     barred: set[int] = {
         number
         for number, seen in enumerate(storages)
-        if seen.size_bytes > _SMALL_BYTES or number not in on_cpu
+        if not runs_small or seen.size_bytes > SMALL_BYTES or number not in on_cpu
     }
     while True:
         free = {number for number, seen in enumerate(storages) if seen.creator < 0} - barred
@@ -529,9 +591,12 @@ def _run_at_once(recording: Recording) -> list[bool]:
 
 def _with_numbers(index: int, entry: Entry, live: dict[Place, int]) -> tuple[Any, dict[str, Any]]:
     """The arguments, with slots for numbers that change."""
-    numbers = {leaf: slot for (one, leaf), slot in live.items() if one == index}
-    if not numbers:
-        return entry.args, entry.kwargs
+    numbers = {leaf: ref_to(slot) for (one, leaf), slot in live.items() if one == index}
+    return _exchanged(entry, numbers) if numbers else (entry.args, entry.kwargs)
+
+
+def _exchanged(entry: Entry, leaves: Mapping[int, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments, with other leaves."""
     count = -1
 
     def replaced(value: Any) -> Any:
@@ -539,7 +604,7 @@ def _with_numbers(index: int, entry: Entry, live: dict[Place, int]) -> tuple[Any
         count += 1
         if type(value) in (tuple, list):
             return type(value)(map(replaced, value))
-        return ref_to(numbers[count]) if count in numbers else value
+        return leaves.get(count, value)
 
     args = tuple(map(replaced, entry.args))
     kwargs = {}

@@ -12,30 +12,40 @@ from typing import Any, Final
 
 import torch
 
-from roam.errors import CaptureError, ExecutionError
+from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.kernels.table import is_proven
+from roam.memory_limit import MemoryLimit
 from roam.own_code import is_own_file
+from roam.runtime.available import known_limit
+from roam.runtime.beside.lazy import Lazy
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
-from roam.runtime.beside.placeholders import UNREAD, is_possible
+from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
-from roam.runtime.beside.recording import Recorder, Recording
+from roam.runtime.beside.recording import Recorder, Recording, drawn_state, is_plain
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
-from roam.runtime.strategy import Options, choose
+from roam.runtime.strategy import Effort, Options, choose
+from roam.state.discovery import reach_of
 from roam.state.global_flags import kernel_switches
 from roam.state.global_state import AMBIENT
-from roam.torch_compat.private import dispatch_modes, version_of
+from roam.torch_compat.private import (
+    dispatch_modes,
+    storage_of,
+    storage_pointer,
+    version_of,
+)
+from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.source_location import Frames, calls_seen
 from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
-    "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent", "long_loop",
+    "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity",
 ))  # fmt: skip
@@ -55,6 +65,8 @@ class _Way:
     numbers: set[Place] = field(default_factory=set)
     planned: Planned | None = None
     is_to_be_planned: bool = False
+    has_run: bool = False
+    """Whether a call has gone this way by its plan."""
 
 
 @dataclass(slots=True)
@@ -106,6 +118,12 @@ def _around(key: Hashable) -> Hashable:
     return key, kernel_switches(), tuple(read() for _, read in AMBIENT)
 
 
+def _refuse_unread(error: BaseException) -> None:
+    """Says what is behind an error of PyTorch's."""
+    if type(error) is RuntimeError and is_unread(error):
+        raise ExecutionError(UNREAD, code="unread") from error
+
+
 class Beside:
     """Runs a user's function beside plans, which are made of recordings of real calls.
 
@@ -139,6 +157,11 @@ class Beside:
         self._refusal: Exception | None = None
         self._torn: list[tuple[Any, int]] = []
         self.last: Planned | None = None
+        self._remembered = Remembered()
+        self._left: dict[int, WeakStorage] = {}
+        """What the last call that was recorded used or made, by the pointers of storages."""
+        self._is_lazy = options.memory is not None
+        """Whether operators of calls without a plan wait until they can be planned."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
@@ -174,7 +197,8 @@ class Beside:
                         way.alive,
                         way.numbers,
                         holds_all=self._options.memory is None,
-                    )
+                    ),
+                    self._options.memory,
                 )
                 way.is_to_be_planned = False
         planned = calls.ways[0].planned if calls.ways else None
@@ -224,39 +248,69 @@ class Beside:
     # -- recordings
 
     def _record(self, args: Any, kwargs: Any, calls: _Calls) -> Any:
-        if self._options.memory is not None and not self._is_told:
-            self._is_told = True
-            logger.warning(
-                "%s is recorded while it runs as it is, without a plan: this call, and others until two are alike, may "
-                "take more than memory= says",
-                self._name,
-            )
         frames = Frames({}, {})
         frames.root = sys._getframe().f_code
         # A step that has plans runs as it is in a call that can have none.
-        recorder = Recorder(frames, stops=not self.plans)
-        drawn = torch.default_generator.get_state()
+        stops = not self.plans
+        recorder = (
+            self._lazy(frames, args, kwargs, stops=stops)
+            if self._is_lazy
+            else Recorder(frames, stops=stops)
+        )
+        drawn = drawn_state()
         try:
             with _generators_watched(recorder), looking(recorder), recorder:
                 result = self._function(*args, **kwargs)
-        except Exception:
+            recorder.finish()
+        except Exception as error:
             if recorder.stopped is None:
+                if error is not recorder.failure:
+                    recorder.raised(error)
+                    _refuse_unread(error)
                 raise
+        finally:
+            recorder.release()
+            self._torn = recorder.torn
         if recorder.stopped is not None:  # also where the step's own code has caught it
-            torch.default_generator.set_state(drawn)
+            torch.default_generator.set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
             raise self._refused(recorder.stopped) from None
+        self._recorded(recorder, calls)
+        return result
+
+    def _recorded(self, recorder: Recorder, calls: _Calls) -> None:
+        """Takes note of a call that has been recorded."""
         recording = recorder.end()
         if recorder.has_assigned:
             let_go_of_old_data()
+        self.last = recorder.planned or self.last
+        if isinstance(recorder, Lazy):
+            self._left = recorder.left()
         if recording.failed is None:
-            self._learn(recording, calls)
+            self._learn(recording, calls, recorder.planned)
         elif not self.plans:
             self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
             calls.in_vain += 1
             calls.records = calls.in_vain < _MOST_RECORDED
             replans.info("%s runs as it is in a call: %s", self._name, recording.failed)
-        return result
+
+    def _lazy(self, frames: Frames, args: Any, kwargs: Any, *, stops: bool) -> Lazy:
+        """What records a call, and plans what it does."""
+
+        def persistent() -> dict[int, WeakStorage]:
+            try:
+                slots = reach_of(self._function, args, kwargs).slots
+            except CaptureError:  # what it reaches cannot be guarded, which is not wanted here
+                slots = []
+            storages = (
+                storage_of(slot.tensor)
+                for slot in slots
+                if slot.kind in ("parameter", "buffer", "group", "state") and is_plain(slot.tensor)
+            )
+            found = {storage_pointer(storage): WeakStorage(storage) for storage in storages}
+            return {**self._left, **found}
+
+        return Lazy(frames, self._segment, self._remembered, persistent, stops=stops)
 
     def _refused(self, failed: CaptureError) -> CaptureError:
         """What says why the step can run neither by a plan alone nor beside one."""
@@ -266,7 +320,8 @@ class Beside:
         refusal.args = (f"{refusal}. Nor can its Python run beside a plan: {failed}",)
         return refusal
 
-    def _learn(self, recording: Recording, calls: _Calls) -> None:
+    def _learn(self, recording: Recording, calls: _Calls, planned: Planned | None) -> None:
+        """Takes note of what a call has done, and of the plan that all of it has run by."""
         calls.in_vain += 1
         alive = [*(entry.alive for entry in recording.entries), recording.alive]
         for way in calls.ways:
@@ -275,16 +330,25 @@ class Beside:
                 continue
             numbers = way.numbers | changed
             held = [one | other for one, other in zip(alive, way.alive, strict=True)]
+            if planned is not None and held == alive and numbers <= planned.script.live.keys():
+                way.planned, numbers = planned, set(planned.script.live)
+                way.numbers, way.alive = numbers, held
             is_new = way.planned is None or numbers != way.numbers or held != way.alive
             if is_new:
                 way.numbers, way.alive, way.is_to_be_planned = numbers, held, True
             calls.prefer(way)
             # A call that went another way is still to be seen twice.
-            calls.records = not is_new and calls.in_vain < _MOST_RECORDED
+            calls.records = not is_new and calls.in_vain < _MOST_RECORDED and not self._is_lazy
             return
-        calls.ways.insert(0, _Way(recording, alive))
+        way = _Way(
+            recording, alive, set() if planned is None else set(planned.script.live), planned
+        )
+        is_usual = self._is_lazy and bool(calls.ways) and calls.ways[0].has_run
+        calls.ways.insert(int(is_usual), way)
+        if self._is_lazy:  # a call that has another way leaves it within the limit
+            calls.records = calls.ways[0].planned is None
         if calls.in_vain >= _MOST_RECORDED:
-            planned = next((way for way in calls.ways if way.planned is not None), None)
+            usual = next((one for one in calls.ways if one.planned is not None), None)
             if calls.in_vain == _MOST_RECORDED:
                 logger.warning(
                     "%s did something else in each of the last %d calls, so that none runs by a plan; its own function "
@@ -292,11 +356,45 @@ class Beside:
                     self._name, calls.in_vain,
                 )  # fmt: skip
             del calls.ways[_MOST_RECORDED:]
-            if planned is not None and planned in calls.ways:
-                calls.prefer(planned)
+            if usual is not None and usual in calls.ways:
+                calls.prefer(usual)
                 calls.records = False
 
-    def _plan(self, script: Script) -> Planned:
+    def _segment(
+        self,
+        script: Script,
+        other_bytes: int,
+        so_far: Callable[[], Script] | None,
+        *,
+        is_last: bool,
+    ) -> Planned:
+        """See `lazy.Plan`."""
+        given = limit = self._options.memory
+        assert given is not None, "only then calls run in segments"
+        assert limit is not None
+        variant = Variant(script.program, self._name, as_written=script.program)
+        if given.share is not None and so_far is not None:
+            program = so_far().program
+            (plain,) = choose(
+                [Variant(program, self._name, as_written=program)],
+                pool=self._options.pool,
+                time_limit_s=self._options.time_limit_s,
+            )
+            limit = MemoryLimit(int(given.share * (plain.total_bytes + plain.checks_bytes)))
+        elif given.is_auto:
+            held_bytes = variant.graph.persistent_bytes + other_bytes
+            limit = known_limit(given, variant.device, held_bytes)
+        if limit.size_bytes is not None:
+            limit = MemoryLimit(max(limit.size_bytes - other_bytes, 1))
+        try:
+            return self._plan(script, limit, "all" if is_last else "runs")
+        except PlanError as error:
+            if given.share is None or not is_last or error.least_bytes is None:
+                raise
+            # What the share is of is not known before the call is whole.
+            return self._plan(script, MemoryLimit(error.least_bytes))
+
+    def _plan(self, script: Script, limit: MemoryLimit | None, effort: Effort = "all") -> Planned:
         program = script.program
         variant = Variant(program, self._name, as_written=program)
         options = self._options
@@ -305,8 +403,9 @@ class Beside:
             pool=options.pool,
             time_limit_s=options.time_limit_s,
             earlier=[planned.choice for planned in self.plans],
-            memory=options.memory,
+            memory=limit,
             keep_checkpoints=True,
+            effort=effort,
         )
         pool = Pool.of(variant.device) if choice.uses_pool else None
         shrinks = None
@@ -337,27 +436,34 @@ class Beside:
 
     def _match(self, planned: Planned, args: Any, kwargs: Any, calls: _Calls) -> Any:
         others = [way.planned for way in calls.ways if way.planned is not None]
+        frames = Frames({}, {})
+        frames.root = sys._getframe().f_code
         matched: Any = None
         try:
-            with ExitStack() as held:
+            with ExitStack() as watching, ExitStack() as held:
 
-                def enter(one: Planned) -> None:
+                def enter(one: Planned | None) -> None:
                     held.close()
-                    held.enter_context(one.executor.held())
+                    if one is not None:
+                        held.enter_context(one.executor.held())
+
+                def lazy() -> Lazy:
+                    one = self._lazy(frames, args, kwargs, stops=False)
+                    watching.enter_context(_generators_watched(one))
+                    return one
 
                 enter(planned)
-                matched = Matched(planned, others, enter)
+                matched = Matched(planned, others, enter, lazy if self._is_lazy else None)
                 matched.may_leave = self._on_change != "raise"
                 try:
                     with looking(matched), matched:
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
-                    if matched.failure is error:
+                    if error in (matched.failure, matched.lazy and matched.lazy.failure):
                         raise
                     matched.raised(error)
-                    if type(error) is RuntimeError and UNREAD in str(error):
-                        raise ExecutionError(UNREAD, code="unread") from error
+                    _refuse_unread(error)
                     raise
                 finally:
                     matched.release()
@@ -365,22 +471,19 @@ class Beside:
             self._torn = [] if matched is None else matched.torn
         if matched.left:
             self._tell_left(matched.left)
-            calls.records = self._on_change == "replan" and calls.in_vain < _MOST_RECORDED
+            if matched.lazy is not None:
+                self._recorded(matched.lazy, calls)
+            else:
+                calls.records = self._on_change == "replan" and calls.in_vain < _MOST_RECORDED
         else:
             self.last, calls.in_vain = matched.planned, 0
             way = next(way for way in calls.ways if way.planned is matched.planned)
+            way.has_run = True
             calls.prefer(way)
         return result
 
     def _tell_left(self, why: str) -> None:
-        may_exceed = (
-            ", and its memory may exceed the limit" if self._options.memory is not None else ""
-        )
         tell = replans.info if self._is_told else logger.warning
         self._is_told = True
-        tell(
-            "%s goes another way than its plan, and runs as it is from there%s: %s",
-            self._name,
-            may_exceed,
-            why,
-        )
+        goes_on = "runs as it is from there" if self._options.memory is None else "is planned anew"
+        tell("%s goes another way than its plan, and %s: %s", self._name, goes_on, why)

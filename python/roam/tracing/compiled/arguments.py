@@ -289,8 +289,7 @@ def _described(
     if isinstance(leaf, (FunctionType, MethodType)):
         if _holds_tensors(leaf, lambda one: reals.of(one) is not None):
             cannot_be_given(
-                "function that holds tensors of the step",
-                "pass the tensors by themselves",
+                "function that holds tensors of the step", "pass the tensors by themselves"
             )
         return leaf
     if isinstance(leaf, (torch.nn.Module, type)) or is_plain(leaf):

@@ -18,14 +18,7 @@ from roam.torch_compat.private import (
     keep_as_written,
     may_compile,
 )
-from roam.tracing.compiled.code import (
-    Code,
-    CompiledCall,
-    Found,
-    MadeCode,
-    first_code,
-    newest_first,
-)
+from roam.tracing.compiled.code import Code, CompiledCall, Found, MadeCode, first_code, newest_first
 from roam.tracing.compiled.guarded_values import Guarded, guarded_by
 from roam.tracing.compiled.state import State, changes_of
 

@@ -68,21 +68,9 @@ from roam.torch_compat.private import (
     unseen_calls,
 )
 from roam.tracing.compiled.arguments import Arguments, Reals
-from roam.tracing.compiled.code import (
-    Code,
-    CompiledCall,
-    Settings,
-    UsedCode,
-    cell_in,
-)
+from roam.tracing.compiled.code import Code, CompiledCall, Settings, UsedCode, cell_in
 from roam.tracing.compiled.compilation import Compiler, Wanted, refused_call
-from roam.tracing.compiled.frames import (
-    STAND_IN,
-    Frame,
-    function_of,
-    spread,
-    stand_in_for,
-)
+from roam.tracing.compiled.frames import STAND_IN, Frame, function_of, spread, stand_in_for
 from roam.tracing.compiled.guarded_values import Guarded, changes_since
 from roam.tracing.compiled.region_operators import Unknown, region_of
 from roam.tracing.compiled.state import changes_of, state_of

@@ -243,6 +243,3 @@ def calls_of(
         Call(target, tensors, {}, (pending,), False, phase, source, mutates=mutates),
         Call(wait, (Ref(pending), *tensors), {}, (None,), False, phase, source, mutates=mutates),
     ]
-
-
-__all__ = ["calls_of", "is_collective", "record"]

@@ -271,6 +271,3 @@ class _Reducer:
                     self._parameters[place].grad.copy_(self._view(place))
         self.is_expecting = False
         self._begin()
-
-
-__all__ = ["Reductions"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -173,7 +173,12 @@ class FakeKernels:
         return _signatures.get(seen) or _signatures.setdefault(seen, next(_numbers))
 
     def run(
-        self, func: Any, given: Any, tensors: list[Any], recorded: Any, signatures: list[int]
+        self,
+        func: Any,
+        given: Any,
+        tensors: list[Any],
+        recorded: Any,
+        signatures: Sequence[int] | Mapping[int, int],
     ) -> Any:
         """The results of a kernel, as the real one lays them out.
 
@@ -247,7 +252,7 @@ def is_known_by_metadata(func: Any) -> bool:
     return func not in ASKED and _NEVER.isdisjoint(func.tags)
 
 
-def key_of(value: Any, signatures: Sequence[Any]) -> Any:
+def key_of(value: Any, signatures: Sequence[Any] | Mapping[int, Any]) -> Any:
     """A nest of arguments as a key, with the signature of a slot for each `Ref`."""
     kind = type(value)
     if kind is Ref:

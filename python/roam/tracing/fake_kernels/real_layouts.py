@@ -43,7 +43,23 @@ def is_sure(func: Any, tensors: Sequence[Any]) -> bool:
     """Whether a fake kernel lays its results out as the real one does, for arguments like these."""
     if func in _SLOW:
         return True
-    return func not in _SIZED_BY_KERNEL and all(tensor.is_contiguous() for tensor in tensors)
+    return func not in _SIZED_BY_KERNEL and all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor is contiguous, also by the strides of dimensions of one element. These mean
+    nothing, but kernels choose those of their results by them.
+    """
+    if not tensor.is_contiguous():
+        return False
+    if 1 not in tensor.shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 def may_be_asked(func: Any, tensors: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ meets a size for the first time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ aten = torch.ops.aten
 _DIVIDING = {
     aten.convolution.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default,
     aten._adaptive_avg_pool2d.default, aten.im2col.default, aten.unfold.default, aten.slice.Tensor,
+    aten.constant_pad_nd.default,
 }  # fmt: skip
 """Kernels whose results' sizes may be quotients of those of their arguments."""
 _MOST_PLACE = 2
@@ -72,11 +73,19 @@ class SizedKernels:
         symbols: the symbols.
         arguments: by identity, the tensors among the step's arguments that lie as symbols say: the
             tensor, and how it lies.
+        numbers: by their places among the flattened arguments, whole numbers that follow from
+            symbols.
     """
 
-    def __init__(self, symbols: Symbols, arguments: dict[int, tuple[torch.Tensor, Layout]]) -> None:
+    def __init__(
+        self,
+        symbols: Symbols,
+        arguments: dict[int, tuple[torch.Tensor, Layout]],
+        numbers: Mapping[int, Expression],
+    ) -> None:
         self.symbols = symbols
         self._arguments = arguments
+        self.numbers = {place: _symbolic(number) for place, number in numbers.items()}
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Those of arguments' fakes, by the storages of their twins."""
         self._results: dict[Any, _Results] = {}
@@ -149,6 +158,29 @@ class SizedKernels:
                 made.append(twin if layout is None else self._outer(twin, layout, base))
         return made[0] if known.container is None else known.container(made)
 
+    def reshape(
+        self,
+        func: Any,
+        view: Any,
+        given: Any,
+        tensors: list[Any],
+        recorded: Any,
+        signatures: Sequence[Any],
+    ) -> Any:
+        """A tensor of which a kernel has changed how it lies; see `run`. `view` is the kernel that
+        returns the same as a view.
+        """
+        (tensor,) = tensors
+        seen = self.run(view, given, tensors, recorded, signatures)
+        twin, layout = _twin(tensor), layout_of(seen)
+        assert layout is not None, "so are the layouts of all views of it"
+        args, kwargs = _concrete(given, 0, iter([twin]))
+        self._kernels.run_once(func, args, kwargs, [twin])
+        with DisableTorchDispatch(), BelowAutograd():
+            tensor.as_strided_(*_symbolic_layout(layout))
+        tensor._roam_layout = layout
+        return tensor
+
     def _learned(self, func: Any, given: Any, tensors: list[Any]) -> _Results:
         """Asks a kernel for its results at all points, and finds the expressions that they
         follow.
@@ -175,15 +207,17 @@ class SizedKernels:
             one.container is not first.container or len(one.items) != len(first.items)
             for one in found
         ):
+            if func is aten.split.Tensor:
+                _count_of_parts(*given[0])
             self.symbols.narrow_to_conditions()
             self._refuse(f"{func} gives other results for other sizes")
         self._note_products([tensor for tensor in map(layout_of, tensors) if tensor is not None])
         if func in _DIVIDING:
-            self._note_quotients(func, given)
+            self._note_computed(func, given)
         items = []
         for place, item in enumerate(first.items):
             alike = [one.items[place] for one in found]
-            items.append((item, self._layout(func, alike, tensors)))
+            items.append((item, self._layout(func, given, alike, tensors)))
         return _Results(items, first.container)
 
     def _like_an_argument(self, func: Any, given: Any, tensors: list[Any]) -> _Results | None:
@@ -229,8 +263,8 @@ class SizedKernels:
                 one.add(other)
                 one.mul(other)
 
-    def _note_quotients(self, func: Any, given: Any) -> None:
-        """Sizes that a kernel divides are known from PyTorch's own arithmetic on symbols."""
+    def _note_computed(self, func: Any, given: Any) -> None:
+        """Notes the sizes of a kernel's results by PyTorch's own arithmetic on symbols."""
         args, kwargs = given
         try:
             with disable_fake_tensor_cache(self._mode), enable_python_dispatcher():
@@ -241,7 +275,7 @@ class SizedKernels:
             if isinstance(result, torch.Tensor):
                 self.symbols.strides(result.shape)
 
-    def _layout(self, func: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
+    def _layout(self, func: Any, given: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
         """The layout of a result, from what it is at each point."""
         first = alike[0]
         if type(first) is not cache.Made:
@@ -257,29 +291,33 @@ class SizedKernels:
             self._refuse(f"{func} gives other results for other sizes")
         base = None if first.base is None else layout_of(tensors[first.base])
         shape = tuple(
-            self._number(func, [one.shape[dim] for one in alike]) for dim in range(len(first.shape))
+            self._number(func, given, [one.shape[dim] for one in alike])
+            for dim in range(len(first.shape))
         )
         _, elements = self.symbols.strides(shape)
         elements.mul(self.symbols.constant(first.dtype.itemsize))
         stride = tuple(
-            self._number(func, [one.stride[dim] for one in alike])
+            self._number(func, given, [one.stride[dim] for one in alike])
             for dim in range(len(first.shape))
         )
-        offset = self._number(func, [one.offset for one in alike])
+        offset = self._number(func, given, [one.offset for one in alike])
         if base is not None:
             size_bytes = base.size_bytes
         elif first.base is not None:
             size_bytes = tensors[first.base].untyped_storage().nbytes()
         else:
-            size_bytes = self._number(func, [one.bytes() for one in alike])
+            size_bytes = self._number(func, given, [one.bytes() for one in alike])
         layout = Layout(shape, stride, offset, size_bytes)
         is_symbolic = base is not None or any(
             isinstance(one, Expression) for one in (*shape, *stride, offset, size_bytes)
         )
         return layout if is_symbolic else None
 
-    def _number(self, func: Any, values: list[int]) -> Any:
+    def _number(self, func: Any, given: Any, values: list[int]) -> Any:
         found = self.symbols.with_values(tuple(values))
+        if found is None:
+            self._note_computed(func, given)
+            found = self.symbols.with_values(tuple(values))
         if found is None:
             self.symbols.raise_least(
                 f"no expression is found for a size of the result of {func}: {values}",
@@ -385,11 +423,7 @@ class SizedKernels:
         storage: torch.UntypedStorage | None = None,
     ) -> FakeTensor:
         """The fake tensor that the step sees. It lies in the storage of `base`, or in `storage`."""
-        shape, stride, offset = (
-            tuple(map(_symbolic, layout.shape)),
-            tuple(map(_symbolic, layout.stride)),
-            _symbolic(layout.offset),
-        )
+        shape, stride, offset = _symbolic_layout(layout)
         with DisableTorchDispatch(), BelowAutograd():
             whole = None if base is None else getattr(base, "_roam_meta", None)
             if whole is not None and whole.dtype is twin.dtype:
@@ -414,6 +448,11 @@ class SizedKernels:
         self.symbols.refuse(reason)
 
 
+def _count_of_parts(tensor: Any, size: Any, dim: int = 0) -> int:
+    """Into how many parts of a size a tensor is split, on which the recording relies."""
+    return int((tensor.shape[dim] + size - 1) // size)
+
+
 def signature(layout: Layout, plain: int) -> tuple[Any, ...]:
     """A key for all that a kernel can see of a fake tensor, at any value of the symbols."""
     return (plain, *layout.numbers())
@@ -436,6 +475,12 @@ def _twin(tensor: Any) -> Any:
 def _symbolic(value: Any) -> Any:
     node: Any = value
     return torch.SymInt(node) if isinstance(value, Expression) else value
+
+
+def _symbolic_layout(layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """Shape, stride and offset as PyTorch takes them."""
+    shape, stride, offset, _ = layout.mapped(_symbolic)
+    return shape, stride, offset
 
 
 def _plain(expression: Expression) -> Any:

@@ -40,10 +40,7 @@ _REAL_MEMORY = (
     (torch.UntypedStorage, "device", "the device of a storage, which is its tensor's,"),
 )
 
-_ABOUT_OBJECTS = (
-    (sys, ("getrefcount", "getsizeof")),
-    (gc, ("get_referrers", "get_referents")),
-)
+_ABOUT_OBJECTS = ((sys, ("getrefcount", "getsizeof")), (gc, ("get_referrers", "get_referents")))
 
 
 class Identities:

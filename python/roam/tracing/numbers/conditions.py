@@ -13,13 +13,11 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from roam.own_code import is_own_file
-from roam.state.library_code import is_library
 from roam.state.source_places import extent_of, place_of, tree_of
-from roam.tracing.source_location import is_torch_file, is_user_code, shown_path
 
 _EXITS = {"sys.exit", "os._exit", "exit", "quit"}
 _KEEPS_TRUTH = {"bool", "any", "all"}
@@ -37,68 +35,6 @@ def passing_answer() -> bool | None:
         return None
     answer = _answer(condition[0], passes)
     return _where_finite(condition[0][0]) if answer is None else answer
-
-
-def finite_answer() -> bool | None:
-    """What the condition that asks now says of finite numbers; None if it does not ask about
-    that alone.
-    """
-    condition = _condition()
-    return None if condition is None else _where_finite(condition[0][0])
-
-
-def idle_answer() -> bool:
-    """The answer with which the condition that asks now is false, as far as the source shows. A
-    loop ends with this answer.
-    """
-    condition = _condition()
-    answer = (
-        None if condition is None else _answer(condition[0], isinstance(condition[1], ast.Assert))
-    )
-    return bool(answer)
-
-
-def loop_of(root: CodeType) -> str | None:
-    """The lines of the innermost loop that runs now and that values may end, and of the user's
-    code that calls it; None if there is none, or only PyTorch's own. Code of `root` calls the step.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    loop = ""
-    while frame is not None and frame.f_code is not root:
-        code, name = frame.f_code, frame.f_globals.get("__name__")
-        if not loop and not is_own_file(code.co_filename) and not is_torch_file(code.co_filename):
-            around = [
-                first for first, last in _loops(code.co_filename) if first <= frame.f_lineno <= last
-            ]
-            if around and code.co_firstlineno <= max(around):
-                loop = f"{shown_path(code.co_filename)}:{max(around)}"
-        if loop and is_user_code(code) and not is_library(name):
-            line = f"{shown_path(code.co_filename)}:{frame.f_lineno}"
-            is_users = loop.startswith(f"{shown_path(code.co_filename)}:")
-            return loop if is_users else f"{loop} (which {line} calls)"
-        frame = frame.f_back
-    return loop or None
-
-
-@functools.lru_cache(maxsize=64)
-def _loops(file: str) -> list[tuple[int, int]]:
-    """The first and last line of each loop of a file that may end before its items do."""
-    return [
-        (statement.lineno, statement.end_lineno or statement.lineno)
-        for statement in ast.walk(tree_of(file))
-        if isinstance(statement, ast.While)
-        or (isinstance(statement, ast.For) and any(map(_leaves, statement.body)))
-    ]
-
-
-def _leaves(statement: ast.AST, *, is_inner: bool = False) -> bool:
-    """Whether a statement of a loop may end the loop."""
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return False
-    if isinstance(statement, ast.Return) or (isinstance(statement, ast.Break) and not is_inner):
-        return True
-    is_inner = is_inner or isinstance(statement, (ast.For, ast.While))
-    return any(_leaves(part, is_inner=is_inner) for part in ast.iter_child_nodes(statement))
 
 
 def _condition() -> tuple[list[ast.AST], ast.AST] | None:
@@ -242,6 +178,3 @@ def _keeps_truth(parent: ast.AST, node: ast.AST) -> bool:
         or isinstance(parent, ast.UnaryOp)
         and isinstance(parent.op, ast.Not)
     )
-
-
-__all__ = ["finite_answer", "idle_answer", "loop_of", "passing_answer"]

@@ -66,13 +66,6 @@ def may_be_fixed(reference: Any, program: Program, slot: int) -> bool:
     )
 
 
-def may_be_tabled(reference: Any, program: Program, slot: int) -> bool:
-    """Whether what a step makes once may come from what a reference holds: a buffer, which is there
-    when it is made.
-    """
-    return isinstance(reference, PlaceReference) and reference.kind != "parameter"
-
-
 class Slices:
     """Finds the calls of a growing recording that a value comes from."""
 

@@ -53,6 +53,3 @@ def reads_clock(code: CodeType, names: Mapping[str, Any], cells: tuple[CellType,
         ):
             return True
     return False
-
-
-__all__ = ["reads_clock"]

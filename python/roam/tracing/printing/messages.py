@@ -27,7 +27,7 @@ from roam.program.ir import Source
 from roam.state.library_code import is_installed
 from roam.state.live_scalars import is_live
 from roam.state.messages import BLANK, Formatted, Logged, Message, Printed, Text
-from roam.state.shown_texts import CONVERSION, call_shown
+from roam.state.shown_texts import call_shown
 from roam.state.sizes import is_size
 from roam.state.source_places import Extent, place_of
 from roam.torch_compat.patches import Replacement
@@ -35,7 +35,6 @@ from roam.tracing.printing.clock import reads_clock
 from roam.tracing.source_location import is_standard, is_written_by_user, shown_path
 
 _MARK: Final = re.compile(f"{BLANK}([0-9]+);")
-_MOST_NUMBERS: Final = 200
 _LEVELS: Final = {
     "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "warn": logging.WARNING,
     "error": logging.ERROR, "critical": logging.CRITICAL, "fatal": logging.CRITICAL, "log": None, "exception": None,
@@ -61,13 +60,12 @@ class Records(Protocol):
 
 class _Mark(NamedTuple):
     """A number that a text shows, and the only call that may read the text: its extent in the
-    source, and the frame. `form` is the left side of the operator ``%`` that asks for the number.
+    source, and the frame.
     """
 
     shows: Formatted
     call: tuple[Extent | None, int]
     source: Source
-    form: str
 
 
 class Messages:
@@ -102,37 +100,17 @@ class Messages:
             asks: `format`, `str`, or `repr`, which has been called.
             form: the format.
         """
-        conversion = {"str": "s", "repr": "r"}.get(asks, "")
-        is_marked = self._marked(Formatted(value, conversion, form), is_number=False)
-        return f"{BLANK}{len(self._marks) - 1};" if is_marked else None
-
-    def number(self, value: Any, kind: type) -> Any:
-        """A number by which a text made by the operator ``%`` is found again; None if more than a
-        message may read the text.
-
-        Args:
-            value: a live number.
-            kind: `float` or `int`, which has been asked for.
-        """
-        if len(self._marks) < _MOST_NUMBERS and self._marked(
-            Formatted(value, "%", ""), is_number=True
-        ):
-            return kind(_number(len(self._marks) - 1))
-        return None
-
-    def _marked(self, shows: Formatted, *, is_number: bool) -> bool:
-        """Whether there is a mark for a number now."""
         frame = _calling_frame()
         if self._is_over or frame is None or not is_written_by_user(frame.f_code):
-            return False
-        found = call_shown(frame, is_number=is_number)
-        if found is None:
-            return False
-        call, form = found
+            return None
+        call = call_shown(frame)
+        if call is None:
+            return None
+        shows = Formatted(value, {"str": "s", "repr": "r"}.get(asks, ""), form)
         source = Source("", shown_path(frame.f_code.co_filename), frame.f_lineno)
         self._open.add(len(self._marks))
-        self._marks.append(_Mark(shows, (call, _identity(frame)), source, form))
-        return True
+        self._marks.append(_Mark(shows, (call, _identity(frame)), source))
+        return f"{BLANK}{len(self._marks) - 1};"
 
     def check(self, cause: BaseException | None = None) -> None:
         """Checks what the step has done with texts and loggers.
@@ -305,21 +283,6 @@ class Messages:
     def _parted(self, text: str, call: tuple[Extent | None, int]) -> str | Text:
         """A text with the numbers that its marks stand for, which are then in use."""
         here = {number for number in self._open if self._marks[number].call == call}
-        for number in sorted(here):
-            shows = self._marks[number].shows
-            if shows.conversion != "%":
-                continue
-            # Texts of two such numbers differ, however they are formatted.
-            found = {
-                f"%{form}": match
-                for form in set(CONVERSION.findall(self._marks[number].form)) - {*"sr%"}
-                if len(match := _by(f"%{form}", number).findall(text)) == 1
-            }
-            if len(found) == 1:
-                form, (shown,) = found.popitem()
-                shows = shows._replace(form=form)
-                self._marks[number] = self._marks[number]._replace(shows=shows)
-                text = text.replace(shown, f"{BLANK}{number};")
         parts: list[Any] = _MARK.split(text)
         for at in range(1, len(parts), 2):
             number = int(parts[at])
@@ -331,18 +294,6 @@ class Messages:
         """Refuses texts with marks for a call that is not recorded."""
         if any(type(value) is str and _MARK.search(value) for value in values):
             self.check()
-
-
-def _number(mark: int) -> float:
-    """The number for a mark. Whatever the format, its text is like that of no other."""
-    return float(f"1e{100 + mark}")
-
-
-def _by(conversion: str, mark: int) -> re.Pattern[str]:
-    """What finds the text that the operator ``%`` makes of the number for a mark."""
-    number = _number(mark)
-    shown = conversion % (number if conversion[-1] in "eEfFgG" else int(number),)
-    return re.compile(rf"(?<![0-9]){re.escape(shown)}(?!\.?[0-9]|e\+)", re.IGNORECASE)
 
 
 def _writes_for_others(file: str) -> bool:
@@ -358,6 +309,3 @@ def _calling_frame(hidden: Sequence[str] = ()) -> FrameType | None:
     ):
         frame = frame.f_back
     return frame
-
-
-__all__ = ["Messages"]

@@ -12,7 +12,6 @@ from roam.errors import CaptureError
 from roam.program.ir import (
     Call,
     Joined,
-    LateNumber,
     Program,
     Ref,
     Source,
@@ -122,11 +121,6 @@ class Slots:
         self.wholes: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}
         """By identity, wrappers from before the step, each with its reference, and with a reference
         for each of its inner tensors."""
-        self._late: dict[int, tuple[Any, LateNumber]] = {}
-        """By identity, the numbers that cannot be known during the step."""
-        self.late_lists: dict[int, tuple[list[Any], Any]] = {}
-        """By identity, lists of such numbers that are not the step's own, each with what stands for
-        it in the result."""
         self._refusal: CaptureError | None = None
         self._on_number: Callable[[int], None] | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
@@ -199,10 +193,6 @@ class Slots:
         node = node_of(value)
         return node is not None and node.slot == UNKNOWN
 
-    def late(self, value: Any) -> LateNumber | None:
-        """Where a run finds a number that cannot be known during the step."""
-        return self._late[id(value)][1] if id(value) in self._late else None
-
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
         if self._results:
@@ -215,8 +205,7 @@ class Slots:
             return None
         if node.slot == UNKNOWN:
             self.refuse(
-                f"{node.origin} is not known until the step has run; return it as it is, or use it "
-                "outside of the step",
+                f"{node.origin} is not known until the step has run; use it outside of the step",
                 code="unknown_number",
             )
         self.use_number(node.slot)
@@ -383,8 +372,7 @@ class Slots:
             slot = self.slot_of(leaf)
             if slot is None:
                 self.refuse(
-                    f"{user} is given a tensor that {_unknown(leaf)}",
-                    code="unknown_tensor",
+                    f"{user} is given a tensor that {_unknown(leaf)}", code="unknown_tensor"
                 )
             return Ref(slot)
 
@@ -512,8 +500,7 @@ class Slots:
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(
-                f"the step puts a tensor at {place} that {_unknown(tensor)}",
-                code="unknown_tensor",
+                f"the step puts a tensor at {place} that {_unknown(tensor)}", code="unknown_tensor"
             )
         if not self._is_intact(local_of(tensor), slot):
             raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")

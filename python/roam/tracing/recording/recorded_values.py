@@ -8,37 +8,19 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from roam.errors import CaptureError
 from roam.own_code import is_own_file
 from roam.program.checks import check, holds
-from roam.program.effects import StepScheduler
-from roam.program.ir import (
-    Call,
-    ComputedGuard,
-    LateNumber,
-    Program,
-    Ref,
-    Source,
-    ref_to,
-)
+from roam.program.ir import Call, ComputedGuard, Program, Ref, Source, ref_to
 from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
-from roam.state.live_scalars import (
-    LOOK_UP,
-    MATH,
-    ROUNDING,
-    LiveNode,
-    is_of_numpy,
-    nearest,
-)
+from roam.state.live_scalars import LOOK_UP, MATH, ROUNDING, LiveNode, is_of_numpy, nearest
 from roam.state.references import ArgumentReference, OptimizerReference
 from roam.state.sizes import expressions_in
 from roam.state.trace_context import TraceContext
@@ -53,7 +35,6 @@ from roam.torch_compat.private import (
 from roam.tracing.cuda_estimate import absent
 from roam.tracing.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.tracing.fake_kernels.sized import recorded_number
-from roam.tracing.numbers.branch_answers import Replay
 from roam.tracing.numbers.conditions import passing_answer
 from roam.tracing.numbers.dynamic_shapes import Decided, contents_of, shape_refusal
 from roam.tracing.numbers.rng import Watch
@@ -63,7 +44,6 @@ from roam.tracing.numbers.scalar_guards import (
     add_guard,
     may_be_asked,
     may_be_fixed,
-    may_be_tabled,
     may_decide,
 )
 from roam.tracing.printing.messages import Messages
@@ -90,21 +70,6 @@ def _nothing(reference: Any, program: Program, slot: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Makes a tensor that depends on constants and buffers alone; where those are fake, it is a
-    fake.
-    """
-
-    guard: ComputedGuard
-    fake: Any
-    storage: int
-
-    def __call__(self) -> Any:
-        made = self.guard.value([reference.get() for reference in self.guard.uses[0]])
-        return self.fake if made is None else made
-
-
 class Values(Slots):
     """Also records arithmetic with numbers, and answers what Python asks where a plan can hold for
     the answer.
@@ -118,7 +83,7 @@ class Values(Slots):
         watch: Watch | None,
         number_of: Callable[[Any], Any],
         results: Mapping[int, tuple[torch.Tensor, Any]] | None,
-        answers: Replay | None,
+        has_code: bool,
     ) -> None:
         super().__init__(frames, real_arguments, kernels, watch, results)
         self.is_over = False
@@ -126,11 +91,7 @@ class Values(Slots):
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
-        self._answers = answers
-        self._checked_until = -1
-        """How many calls there were after the last answer that runs check."""
-        self._seen: dict[int, float] = {}
-        """For each slot of a number, its value in a watched run."""
+        self._has_code = has_code
         self._carried: dict[float, tuple[Any, bool]] = {}
         """Plain floats that stand for live numbers, and whether an operator has got one."""
         self._handed: dict[float, Any] = {}
@@ -156,7 +117,6 @@ class Values(Slots):
         """
         live = self._live(reference.kind == "integer", origin)
         self.program.referenced.append((reference, live.node.slot))
-        self._seen[live.node.slot] = self._real_arguments[reference.index]
         return live
 
     def add_number(self, reference: Any, value: float) -> Any:
@@ -167,7 +127,6 @@ class Values(Slots):
         live.node.is_numpys = is_numpy_float(value)
         self.program.referenced.append((reference, live.node.slot))
         self._given[live.node.slot] = reference, value
-        self._seen[live.node.slot] = value
         is_kind = is_integer if type(value) is int else is_float
         self.decided(live.node.slot, is_numpy_float if is_numpy_float(value) else is_kind, ())
         return live
@@ -205,35 +164,13 @@ class Values(Slots):
             and self._given[node.slot][0] is reference
         )
 
-    def unknown(self, origin: str, reference: Any, *, is_integer: bool = False) -> Any:
-        """A number that cannot be known during the step. It may be returned: a reference says where
-        a run finds it, once the schedulers that have been stepped so far are stepped. Any other use
-        of it is refused; without a reference, that is refused too.
-        """
-        node = LiveNode(cast(TraceContext, self), UNKNOWN, is_integer, origin)
-        number = node.number()
-        if reference is not None:
-            self._late[id(number)] = (
-                number,
-                LateNumber(reference, len(self.program.of(StepScheduler))),
-            )
-        return number
-
-    def note_late(self, numbers: list[Any], origin: str, reference: Any) -> None:
-        """Notes a list that the step may return as it is: a reference says where a run finds it,
-        once the schedulers that have been stepped so far are stepped.
-        """
-        self.late_lists[id(numbers)] = numbers, self.unknown(origin, reference)
+    def unknown(self, origin: str) -> Any:
+        """A number that cannot be known during the step; any use of it is refused."""
+        return LiveNode(cast(TraceContext, self), UNKNOWN, False, origin).number()
 
     def text(self, number: Any, asks: str, form: str = "") -> str | None:
         """A mark in the place of a number's text, if only a message shows the text; None if not."""
         return self.messages.text(number, asks, form)
-
-    def number_in_text(self, number: Any, kind: type) -> Any:
-        """A plain number in the place of one of which the operator ``%`` makes a text, if only a
-        message shows the text; None if not.
-        """
-        return self.messages.number(number, kind)
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
@@ -277,21 +214,11 @@ class Values(Slots):
                 source=source,
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
-        live.node.is_numpys = function not in _GIVE_PYTHONS and (
-            type(function).__name__ == "ufunc" or any(map(is_of_numpy, operands))
-        )
+        live.node.is_numpys = function not in _GIVE_PYTHONS and any(map(is_of_numpy, operands))
         self.program.calls.append(
             Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
         )
         self._calculated[form] = live
-        if all(
-            not isinstance(argument, Ref) or argument.slot in self._seen for argument in arguments
-        ):
-            values = [
-                self._seen[item.slot] if isinstance(item, Ref) else item for item in arguments
-            ]
-            with suppress(ArithmeticError, ValueError, TypeError):
-                self._seen[live.node.slot] = function(*values)
         return live
 
     @contextmanager
@@ -389,11 +316,7 @@ class Values(Slots):
         """The answer of a comparison, asked for again at every call; None if nobody can say."""
         slot = self.scalar_call(function, operands).node.slot
         known = self.known_value(slot, may_be_asked)
-        return (
-            self._checked(slot, *self.frames.here(), self._seen.get(slot))
-            if known is None
-            else known
-        )
+        return self._checked(slot, *self.frames.here()) if known is None else known
 
     def _item(self, func: Any, tensor: Any) -> Any:
         phase, source = self.frames.here()
@@ -406,9 +329,8 @@ class Values(Slots):
         slot = self._slot_of_argument(tensor, func, source)
         meta = self.program.slots[slot]
         assert meta is not None
-        seen = None if self._answers is None else self._answers.value()
         if meta.dtype is torch.bool:
-            return self._known_answer(slot, func, phase, source, seen)
+            return self._known_answer(slot, func, phase, source)
         if meta.dtype.is_complex:
             known = self.known_value(slot, _nothing)
             return self._refuse_value(slot, func, source) if known is None else known
@@ -417,8 +339,6 @@ class Values(Slots):
         if is_integer and (known := self.known_value(slot)) is not None:
             return known
         live = self._live(is_integer, f".item() at {source}")
-        if seen is not None:
-            self._seen[live.node.slot] = seen
         self.program.calls.append(
             Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source)
         )
@@ -432,65 +352,35 @@ class Values(Slots):
         live = self._live(True, f"{func} at {source}")
         call.outputs = (live.node.slot,)
         self.program.calls.append(call)
-        seen = None if self._answers is None else self._answers.value()
-        return self._known_answer(live.node.slot, func, phase, source, seen)
+        if func is aten.allclose.default and phase == "backward":
+            # The gradient of `linalg.svd` asks, in C++, and raises an error where it is not so.
+            self._add_check(live.node.slot, True, phase, source, holds)
+            return True
+        return self._known_answer(live.node.slot, func, phase, source)
 
-    def _known_answer(self, slot: int, func: Any, phase: str, source: Source, seen: Any) -> bool:
-        """A yes or no that Python asks for, known beforehand or taken for granted; `seen` by a
-        watched run.
-        """
+    def _known_answer(self, slot: int, func: Any, phase: str, source: Source) -> bool:
+        """A yes or no that Python asks for, known beforehand or taken for granted."""
         known = self.known_value(slot, may_be_asked)
         if known is None:
-            known = self._checked(slot, phase, source, seen)
+            known = self._checked(slot, phase, source)
         return self._refuse_value(slot, func, source) if known is None else bool(known)
 
-    def _checked(self, slot: int, phase: str, source: Source, seen: Any) -> bool | None:
-        """The answer that a plan takes for granted and a run checks: the one with which a check in
-        the step's code passes, else what a watched run has `seen`; None if there is none.
+    def _checked(self, slot: int, phase: str, source: Source) -> bool | None:
+        """The answer with which a check in the step's code passes, which a plan takes for granted
+        and a run checks; None if the code goes on with either answer.
         """
-        if self._answers is None:  # a graph that others made has no code that asks
-            return None
-        if (passing := self._answers.passing_answer()) is not None:
-            self.program.calls.append(
-                Call(holds, (Ref(slot), passing), {}, (None,), False, phase, source, is_check=True)
-            )
-            return passing
-        answer = passing_answer()
-        is_branch = answer is None
-        if is_branch:
-            answer = self._answers.answer(None if seen is None else bool(seen))
-            if (loop := self._answers.long_loop(len(self.program.calls))) is not None:
-                self.refuse(
-                    f"the values of tensors say how often the loop at {loop} runs, and a plan would be for one number of turns; let it run "
-                    "before the step and pass what it gives as an argument (call generate() before the step, and give the step "
-                    "its tokens), or give the loop a fixed number of turns",
-                    code="long_loop", source=source,
-                )  # fmt: skip
+        answer = passing_answer() if self._has_code else None
         if answer is not None:
-            self._add_check(slot, answer, phase, source, is_branch=is_branch)
-            self._checked_until = len(self.program.calls)
+            self._add_check(slot, answer, phase, source)
         return answer
 
-    def blames_answer(self) -> bool:
-        """Whether the error that the step has just raised comes from PyTorch's own check of what it
-        has asked last. Another trace then takes the other answer for granted.
-        """
-        return (
-            self._answers is not None
-            and self._checked_until == len(self.program.calls)
-            and self._answers.blame()
-        )
-
     def _add_check(
-        self, slot: int, answer: bool, phase: str, source: Source, *, is_branch: bool
+        self, slot: int, answer: bool, phase: str, source: Source, by: Callable[..., None] = check
     ) -> None:
         """Has runs check a value."""
         self.program.calls.append(
-            Call(
-                check, (Ref(slot), answer), {}, (None,), False, phase, source,
-                is_check=True, is_branch=is_branch,
-            )
-        )  # fmt: skip
+            Call(by, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
+        )
 
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Refuses code that needs the value of a number from `origin`."""
@@ -546,18 +436,6 @@ class Values(Slots):
         """
         guard = self._guard(slot, may_be_asked)
         return None if guard is None else functools.partial(self._asked, guard)
-
-    def made_tensor(self, tensor: Any) -> tuple[int, Table] | None:
-        """The slot of a tensor that this step has made of constants and buffers alone, and how to
-        make it for real; None for others.
-        """
-        slot = self.slot_of(tensor)
-        if slot is None or tensor.requires_grad or not self._is_intact(tensor, slot):
-            return None
-        guard = self._guard(slot, may_be_tabled)
-        return (
-            None if guard is None else (slot, Table(guard, tensor, self.program.storage_of(slot)))
-        )
 
     def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
         references = {number: reference for reference, number in self.program.referenced}
@@ -635,30 +513,18 @@ class Values(Slots):
         )
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
-        usual = None if answer is not None or self._answers is None else shape.usual
-        if usual is not None:
-            answer = self._usual(usual[0], usual[1], call)
+        if answer is None and self._has_code and shape.usual is not None:
+            condition, answer = shape.usual
+            flag: Any = condition(
+                lambda func, *args: self._call(func, args, {}, call.phase, call.source)  # type: ignore[attr-defined]
+            )
+            slot = self._slot_of_argument(flag, call.target, call.source)
+            self._add_check(slot, True, call.phase, call.source, holds)
         if answer is None:
-            try:
-                self.refuse_shape(call.name, call.source)
-            except CaptureError as refusal:
-                refusal.is_unusual = usual is not None
-                raise
+            self.refuse_shape(call.name, call.source)
         with disable_current_modes():
             value = None if shape.value is None else shape.value(answer)
         return shape.make(answer), value
-
-    def _usual(self, condition: Callable[..., Any], answer: Any, call: Call) -> Any:
-        """The answer where a condition holds that the step computes, as a branch whose outcome runs
-        check; None where the condition is known not to hold.
-        """
-        if not self._answers.answer(True):  # type: ignore[union-attr]
-            return None
-        phase, source = call.phase, call.source
-        flag = condition(lambda func, *args: self._call(func, args, {}, phase, source))  # type: ignore[attr-defined]
-        slot = self._slot_of_argument(flag, call.target, source)
-        self._add_check(slot, True, phase, source, is_branch=True)
-        return answer
 
     def with_values(self, packed: PackedSequence) -> PackedSequence:
         """A packed sequence from before the step, with real batch sizes, for which the program then

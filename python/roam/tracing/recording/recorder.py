@@ -16,17 +16,13 @@ from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
 from roam.program.effects import Reshape
-from roam.program.ir import (
-    Call,
-    Ref,
-    Source,
-)
+from roam.program.ir import Call, Ref, Source
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
 from roam.state.global_flags import KernelSwitches
 from roam.state.live_scalars import FixedNode, LiveFloat, LiveInt, LiveNode
 from roam.state.nests import PLAIN, leaves_of, mapped
-from roam.state.references import ArgumentReference
+from roam.state.references import ArgumentReference, StateReference
 from roam.torch_compat.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -54,7 +50,6 @@ from roam.tracing.fake_kernels.meta_corrections import (
     without_masked,
 )
 from roam.tracing.fake_kernels.sized import SizedKernels, layout_of, recorded_number
-from roam.tracing.numbers.branch_answers import Replay
 from roam.tracing.numbers.dynamic_shapes import decided
 from roam.tracing.numbers.rng import Watch, forget_idle_states
 from roam.tracing.recording import custom_ops, multi_tensor
@@ -111,7 +106,7 @@ class Recorder(Values, TorchDispatchMode):
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
         results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
-        answers: Replay | None = None,
+        has_code: bool = False,
         sized: SizedKernels | None = None,
     ) -> None:
         """A recording of nothing yet.
@@ -124,15 +119,15 @@ class Recorder(Values, TorchDispatchMode):
             number_of: the number that a reference's tensor is where a plan begins.
             results: by identity, real tensors that the step may come by as they are, each with its
                 fake.
-            answers: what to take for granted at branches, where the step's code goes on either way.
-                If None, the step is refused there.
+            has_code: whether code asks for values, whose checks a run may make; a graph that others
+                made has none.
             sized: what kernels make of tensors whose sizes follow from symbols; None if there are
                 no such tensors.
         """
         TorchDispatchMode.__init__(self)
         self._sized_kernels = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
-        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
+        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, has_code)
         self._switches = KernelSwitches()
         self._told_next = _TOLD_FIRST
 
@@ -256,8 +251,7 @@ class Recorder(Values, TorchDispatchMode):
         slots = self.program.slots
         if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
-            seen = self._seen if is_foreign(func) else {}
-            given = mapped(functools.partial(_without_live_number, seen), given)
+            given = mapped(_without_live_number, given)
         tensors = tensors_in(given)
         if facts.computes and (moved := self._switches.moved(func.name(), tensors)) is not None:
             self.refuse(
@@ -269,10 +263,18 @@ class Recorder(Values, TorchDispatchMode):
         if sized is not None and not sized.concerns(given, tensors):
             sized = None
         shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
-        if sized is not None and (shape is not None or facts.reshapes_in_place):
+        if sized is not None and (
+            shape is not None
+            or (facts.reshapes_in_place and self._reference_of(tensors[0]) is not None)
+        ):
             sized.symbols.refuse(f"{func} is given a size that changes")
         try:
-            if shape is None:
+            if sized is not None and facts.reshapes_in_place:
+                recorded = call.args, call.kwargs
+                result = sized.reshape(
+                    func, _view_of(func), given, tensors, recorded, self._sized_signatures
+                )
+            elif shape is None:
                 kernels: Any = sized or self._kernels
                 with nullcontext() if facts.computes else _inference_left(tensors):
                     result = kernels.run(
@@ -546,15 +548,18 @@ class Recorder(Values, TorchDispatchMode):
             code="refused_operator", op=str(func), source=source,
         )  # fmt: skip
 
+    def _reference_of(self, tensor: Any) -> StateReference | ArgumentReference | None:
+        """Where a tensor lies, if it exists before the step."""
+        slot = self.slot_of(tensor)
+        return next(
+            (one for one, referenced in self.program.referenced if referenced == slot), None
+        )
+
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same
         name from here on.
         """
-        slot = self.slot_of(tensor)
-        reference = next(
-            (reference for reference, referenced in self.program.referenced if referenced == slot),
-            None,
-        )
+        slot, reference = self.slot_of(tensor), self._reference_of(tensor)
         if (
             isinstance(reference, ArgumentReference)
             and reference.kind == "input"
@@ -568,8 +573,8 @@ class Recorder(Values, TorchDispatchMode):
                 "view",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
-        name = base_name(call.target).removesuffix("_")
-        call.target = _with_arguments_of(call.target, getattr(aten, name))
+        call.target = _view_of(call.target)
+        name = base_name(call.target)
         call.outputs = (self._add_tensor(tensor, creator=len(self.program.calls), name=name),)
         self.program.calls.append(call)
 
@@ -648,11 +653,11 @@ def _is_live(leaf: Any) -> bool:
     return type(leaf) is not FakeTensor and isinstance(leaf, (torch.SymFloat, torch.SymInt))
 
 
-def _without_live_number(seen: Mapping[int, float], leaf: Any) -> Any:
-    """An argument as kernels on fake tensors take it; `seen` are values of live numbers by slot."""
+def _without_live_number(leaf: Any) -> Any:
+    """An argument as kernels on fake tensors take it."""
     if not _is_live(leaf):
         return leaf
-    return seen.get(leaf.node.slot, 1 if isinstance(leaf, torch.SymInt) else _LIVE_STAND_IN)
+    return 1 if isinstance(leaf, torch.SymInt) else _LIVE_STAND_IN
 
 
 def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
@@ -675,8 +680,10 @@ def _shown(func: Any, args: Any, kwargs: Any, number: float) -> Any:
     )
 
 
-def _with_arguments_of(func: Any, packet: Any) -> Any:
-    """The overload that takes the same arguments."""
+@functools.cache
+def _view_of(func: Any) -> Any:
+    """The operator that returns as a view what another makes of its argument itself."""
+    packet = getattr(aten, base_name(func).removesuffix("_"))
     wanted = [(argument.name, str(argument.type)) for argument in schema_of(func).arguments]
     overloads = (getattr(packet, name) for name in packet.overloads())
     return next(

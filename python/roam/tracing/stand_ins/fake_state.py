@@ -27,7 +27,7 @@ from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
-from roam.state.metadata import gradient_dtype, layout_over_devices, storage_of
+from roam.state.metadata import gradient_dtype, storage_of
 from roam.state.nests import containers_in, pattern_of
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Reach
@@ -35,7 +35,6 @@ from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
     PlaceReference,
-    RateReference,
     StateReference,
     gradient_references,
     number_references,
@@ -43,7 +42,6 @@ from roam.state.references import (
     rate_references,
     scaler_references,
 )
-from roam.state.snapshot import Made
 from roam.state.spaces import Space
 from roam.state.value_stand_ins import is_left_by_tokenizer, stand_in_for
 from roam.state.wrappers import checked_form, inner, is_faked, is_wrapper, parts_of, with_parts
@@ -75,7 +73,6 @@ from roam.tracing.fakes.fake_identity import Identities
 from roam.tracing.fakes.fake_mode import mode_of
 from roam.tracing.fakes.gradient_history import Refuse, is_ended, with_history
 from roam.tracing.fakes.own_classes import is_own_class
-from roam.tracing.numbers.branch_answers import Answers
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.growing_lists import GrowingLists
 
@@ -98,18 +95,17 @@ class FakeState:
         reach: Reach,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        policies: Policies | None = None,
+        policies: Policies,
         *,
-        taker: Taker | None = None,
-        asks_kernels: bool = False,
-        remembered: Remembered | None = None,
-        reliance: Reliance | None = None,
-        answers: Answers | None = None,
-        regions: Regions | None = None,
-        layouts: dict[Any, Any] | None = None,
-        integers: Collection[int] = (),
-        lacking: Collection[str] = (),
-        sized: SizedKernels | None = None,
+        taker: Taker,
+        asks_kernels: bool,
+        remembered: Remembered,
+        reliance: Reliance,
+        regions: Regions,
+        layouts: dict[Any, Any],
+        integers: Collection[int],
+        lacking: Collection[str],
+        sized: SizedKernels | None,
     ) -> None:
         """The fake state of a call.
 
@@ -121,7 +117,6 @@ class FakeState:
                 step is of real tensors.
             remembered: what kernels made of fake tensors before.
             reliance: gets what the step relies on without holding it.
-            answers: what to take for granted at branches, where the step's code goes on either way.
             regions: what is known of the compiled functions that the step calls.
             layouts: how results of operators on distributed tensors are placed; see
                 `roam.tracing.distributed.dtensors.stand_ins`.
@@ -134,15 +129,11 @@ class FakeState:
         self.reach, self.lacking = reach, lacking
         self.integers = integers
         self.growing = GrowingLists(reach.growing, reach.code)
-        self.layouts: dict[Any, Any] = {} if layouts is None else layouts
-        self.regions = Regions() if regions is None else regions
-        self.answers = Answers() if answers is None else answers
-        self.reliance = Reliance() if reliance is None else reliance
-        self.policies = Policies() if policies is None else policies
+        self.layouts, self.regions, self.reliance = layouts, regions, reliance
+        self.policies, self.taker = policies, taker
         self.optimizers: list[torch.optim.Optimizer] = [
             optimizer for _, optimizer in reach.optimizers
         ]
-        self.taker = Taker() if taker is None else taker
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
         containers = containers_in((args, kwargs), self.taker.closed)
@@ -202,8 +193,6 @@ class FakeState:
         self.refuse: Callable[..., NoReturn] = _refuse_nowhere
         """Refuses what the step does now, in the trace that runs."""
         self.mode: FakeTensorMode = mode_of(tensors)
-        self.made: Made = _makes_nothing
-        """What the last trace knows of the tensors that it has made."""
         self.is_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         """Whether the step is of real tensors."""
         self.kernels = FakeKernels(asks=asks_kernels and self.is_real, remembered=remembered)
@@ -382,9 +371,9 @@ class FakeState:
         if self.sized is not None:
             self.sized.forget_fakes()
         self.identities.leave()
-        # These functions hold the recorder of the last trace, which holds this fake state. Without
-        # them both are freed at once, and with them everything of the trace.
-        self.refuse, self.made = _refuse_nowhere, _makes_nothing
+        # This function holds the recorder of the last trace, which holds this fake state. Without
+        # it both are freed at once, and with them everything of the trace.
+        self.refuse = _refuse_nowhere
 
     def _renew_weights(self, layer: Any) -> None:
         """Renews what a recurrent layer keeps of its weights, with their fakes
@@ -421,21 +410,6 @@ class FakeState:
                 for part in parts_of(tensor):
                     part.constant = None
 
-    def entries(self) -> dict[RateReference, None]:
-        """The entries of optimizers' groups, in their order."""
-        return {
-            RateReference(
-                optimizer,
-                number,
-                f"{path}.param_groups[{number}][{key!r}]",
-                key,
-                kind="optimizer_state",
-            ): None
-            for path, optimizer in self.reach.optimizers
-            for number, group in enumerate(optimizer.param_groups)
-            for key in group
-        }
-
     def state_elsewhere(self) -> tuple[Any, ...]:
         """What the optimizers' state holds for others than parameters."""
         states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
@@ -453,10 +427,6 @@ class FakeState:
     def tuples(self) -> list[FrozenSpace]:
         """The tuples and frozen sets that the step can reach."""
         return [place.space for place in self.reach.places if isinstance(place.space, FrozenSpace)]
-
-    def signature(self) -> tuple[tuple[str, Any], ...]:
-        """What exists between steps now, with metadata: it tells a first step from a steady one."""
-        return tuple((reference.path, describe(reference.get())) for reference in self.references())
 
     def _fake(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
@@ -789,10 +759,6 @@ def _storage_of(value: Any) -> int | None:
     return storage_of(tensor) if is_strided else None
 
 
-def _makes_nothing(_: Any) -> None:
-    """What no trace knows of a tensor."""
-
-
 def _refuse_nowhere(message: str, *, code: str) -> NoReturn:
     raise CaptureError(message, code=code)
 
@@ -813,18 +779,6 @@ def _is_exchanged(space: Space, reference: Any) -> bool:
     """Whether another weak reference can take the place of this one."""
     return (
         type(reference) is weakref.ref and space.takes_others and not isinstance(space, FrozenSpace)
-    )
-
-
-def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a plan depends on of a tensor that it does not own."""
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        layout_over_devices(tensor),
     )
 
 

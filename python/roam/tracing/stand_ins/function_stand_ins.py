@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
+from roam.torch_compat.patches import STREAMS, Replacement, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -36,16 +37,11 @@ from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.fake_kernels.cache import tensors_in
 from roam.tracing.fakes.fake_identity import is_parameter
 from roam.tracing.fakes.gradient_history import watched_engine
-from roam.tracing.numbers.copied_generators import CopiedGenerators
-from roam.tracing.numbers.number_conversions import conversions, only_calling
 from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
 from roam.tracing.recording import composite_gradients, composite_spectra, custom_ops, multi_tensor
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.source_location import (
-    Frames,
-    is_torch_file,
-)
+from roam.tracing.source_location import Frames, is_torch_file
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
@@ -150,6 +146,9 @@ def stand_ins_placed(
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    def as_float(tensor: Any) -> float:
+        return float(tensor.item())  # C++ would ask for the number as for an integer
+
     plain_numpy = torch.Tensor.numpy
 
     def numpy(tensor: Any, **options: Any) -> Any:
@@ -210,6 +209,17 @@ def stand_ins_placed(
             )
         tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
 
+    plain_reconstruct = copy._reconstruct  # type: ignore[attr-defined]
+
+    def reconstruct(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(value is source for _, source in fake_state.reach.random_sources):
+            recorder.refuse(
+                "the step copies a random generator, whose state may be another one at the next call; draw outside of the step, "
+                "and pass the numbers to it",
+                code="moved",
+            )
+        return plain_reconstruct(value, *args, **kwargs)
+
     replacements: list[Replacement] = [(FakeTensor, "data", _data(recorder))]
 
     def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -218,6 +228,7 @@ def stand_ins_placed(
 
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
+        replace(torch.Tensor, "__float__", as_float)
         replace(torch.Tensor, "numpy", numpy)
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
@@ -239,9 +250,7 @@ def stand_ins_placed(
         if any(is_ddp(module) for _, module in fake_state.reach.modules):
             run_engine = reductions.engine(run_engine)
             forward = fake_state.regions.outside(
-                reductions.forward,
-                "a DistributedDataParallel",
-                "compile the module inside of it",
+                reductions.forward, "a DistributedDataParallel", "compile the module inside of it"
             )
             replace(torch.nn.parallel.DistributedDataParallel, "forward", forward)
         if frame_evaluation() is not None:
@@ -253,30 +262,24 @@ def stand_ins_placed(
             )  # fmt: skip
         if run_engine is not engine():
             replace(torch.autograd, "_engine_run_backward", run_engine)
-        for holder, name, stand_in in fake_state.regions.stand_ins():
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in scaler_stand_ins(fake_state, recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in number_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in fake_state.reliance.stand_ins(
-            lambda reason: recorder.refuse(reason, code="moved")
+        for holder, name, stand_in in chain(
+            fake_state.regions.stand_ins(),
+            scaler_stand_ins(fake_state, recorder),
+            number_stand_ins(recorder),
+            fake_state.reliance.stand_ins(lambda reason: recorder.refuse(reason, code="moved")),
+            tracer_stand_ins(recorder),
+            open_stand_ins(recorder),
+            dtensors.stand_ins(recorder, fake_state.layouts),
+            fully_shard.stand_ins(recorder),
+            custom_ops.collective_stand_ins(recorder),
+            stand_ins(recorder, fake_state.mode),
+            recorder.messages.stand_ins(),
         ):
             replace(holder, name, stand_in)
         replace(torch.utils.data.DataLoader, "__iter__", batches)
-        for holder, name, stand_in in tracer_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in open_stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in dtensors.stand_ins(recorder, fake_state.layouts):
-            replace(holder, name, stand_in)
         stack.enter_context(dtensors.masks_kept())
         stack.enter_context(composite_gradients.kept_whole())
         stack.enter_context(composite_spectra.as_for_real())
-        for holder, name, stand_in in fully_shard.stand_ins(recorder):
-            replace(holder, name, stand_in)
-        for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):
-            replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
             replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
         # The one in C asks the user's own function what to write for a live number.
@@ -290,13 +293,7 @@ def stand_ins_placed(
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.
             replace(transformers, "is_fake_tensor", lambda _: False)
-        for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
-            replace(holder, name, stand_in)
-        copies = CopiedGenerators(source for _, source in fake_state.reach.random_sources)
-        make = copy._reconstruct  # type: ignore[attr-defined]
-        replace(copy, "_reconstruct", copies.stand_in(make))
-        for holder, name, stand_in in recorder.messages.stand_ins():
-            replace(holder, name, stand_in)
+        replace(copy, "_reconstruct", reconstruct)
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, functools.partial(shown, name))
         stack.enter_context(replaced(replacements))
@@ -307,14 +304,9 @@ def stand_ins_placed(
         stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
-        for name, stand_in in conversions(recorder).items():
-            function = _in_trace(recorder, getattr(builtins, name), stand_in)
-            calling = only_calling(tables, fake_state.reach.code, name)
-            stack.enter_context(globals_added(calling, name, function))
         stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
-        copies.check(recorder.refuse)
 
 
 def _in_trace(

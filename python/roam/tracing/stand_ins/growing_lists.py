@@ -156,6 +156,3 @@ def _is_given_one(frame: FrameType) -> bool:
         ):
             return True
     return False
-
-
-__all__ = ["GrowingLists"]

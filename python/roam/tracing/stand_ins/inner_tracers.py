@@ -87,6 +87,3 @@ def _called() -> str:
                 found = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return found
-
-
-__all__ = ["refusal_of_tracer", "tracer_stand_ins"]

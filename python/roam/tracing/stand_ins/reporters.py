@@ -56,6 +56,3 @@ def _called(frame: FrameType, event: str, arg: Any) -> str | None:
 
 def _module(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__"))
-
-
-__all__ = ["reports_refused"]

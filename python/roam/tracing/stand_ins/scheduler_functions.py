@@ -1,5 +1,5 @@
 """Functions of users that schedulers call, as `LambdaLR` does: a run calls them when the step has
-ended, so they must not read what the step changes after the scheduler's `step()`.
+ended, so they must not read what the step changes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.equality import attributes_of, same
+from roam.program.effects import Assemble, Overwrite, Rebind, SetPlain
+from roam.program.ir import Program
+from roam.state.equality import attributes_of
 from roam.state.library_code import nested_code
-from roam.state.optimizer_spaces import OptimizerSpace
-from roam.state.references import AttributeReference
+from roam.state.references import AttributeReference, EntryReference, PlaceReference
 from roam.tracing.compiled.frames import contents_of
-from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import is_user_code
 from roam.tracing.stand_ins.fake_state import FakeState
 
@@ -30,74 +30,34 @@ _TENSORS: Final = frozenset({"parameters", "named_parameters", "buffers", "named
 _MOST_FUNCTIONS: Final = 1_000
 
 
-class Later:
-    """What the functions of a scheduler may read, by the names in their code."""
-
-    def __init__(self, fake_state: FakeState, recorder: Recorder, scheduler: Any) -> None:
-        self._fake_state = fake_state
-        self._recorder = recorder
-        self._position = 0
-        self._names = _names_in(list(_codes_of(scheduler)), fake_state)
-        self._is_noted = False
-        self._noted: list[tuple[str, Any, Any]] = []
-
-    def note(self) -> None:
-        """To be called when the step of the scheduler is noted."""
-        if self._names and not self._is_noted:
-            self._is_noted = True
-            self._position = len(self._recorder.program.calls)
-            self._noted = list(self._found())
-
-    def changed(self) -> str | None:
-        """The path of what the step has changed since it was first noted, if it has."""
-        if not self._is_noted:
-            return None
-        now = {key: value for _, key, value in self._found()}
-        for path, key, value in self._noted:
-            new = now.get(key, value)
-            if new is not value and not same(new, value):
-                return path
-        return self._written()
-
-    def _written(self) -> str | None:
-        """The path of a tensor that the step has written to since."""
-        program = self._recorder.program
-        written = program.written(program.calls[self._position :])
-        reads_all = not _TENSORS.isdisjoint(self._names)
-        for reference in self._fake_state.places:
-            slot = self._recorder.slot_of(reference.get())
-            is_written = slot is not None and program.storage_of(slot) in written
-            if is_written and (reads_all or self._has(_last_word(reference.path))):
-                return reference.path
+def changed_for(scheduler: Any, fake_state: FakeState, program: Program) -> str | None:
+    """The path of something that the step changes, and that functions of a scheduler may read, by
+    the names in their code; None if there is nothing.
+    """
+    names = _names_in(list(_codes_of(scheduler)), fake_state)
+    if not names:
         return None
 
-    def _found(self) -> Iterator[tuple[str, Any, Any]]:
-        reach = self._fake_state.reach
-        own = {id(attributes_of(scheduler)) for _, scheduler in reach.schedulers}
-        for place in reach.places:
-            space = place.space
-            if isinstance(space, OptimizerSpace) or id(space.holder) in own:
-                continue  # what the steps of schedulers themselves change
-            is_named = self._has(_last_word(space.path))
-            try:
-                items = space.items()
-            except (AttributeError, RuntimeError, TypeError):  # gone, or changed by another thread
-                continue
-            for key, value in items:
-                if self._has(key) if type(key) is str else is_named:
-                    yield space.label(key), (id(space), str(key)), value
-        for space, name, _ in reach.overwritten:
-            if self._has(name):
-                attribute = AttributeReference(space, name, space.label(name))
-                yield attribute.path, (id(space), name), attribute.get()
+    def may_read(path: str) -> bool:
+        named = re.sub(r"\[.*?\]", "", path).partition(" of ")[0].rpartition(".")[2]
+        words = re.findall(r"\w+", named) + re.findall(r"\w+", path)[-1:]
+        return not _ALL.isdisjoint(names) or not names.isdisjoint(words)
 
-    def _has(self, name: str) -> bool:
-        return name in self._names or not _ALL.isdisjoint(self._names)
-
-
-def _last_word(path: str) -> str:
-    words = re.findall(r"\w+", path)
-    return words[-1] if words else ""
+    changed = [
+        one.reference.path
+        for one in program.effects
+        if isinstance(one, (Assemble, Overwrite, Rebind, SetPlain))
+        and isinstance(one.reference, (AttributeReference, EntryReference, PlaceReference))
+    ]
+    changed += [path for path, _ in program.result.growing]
+    written = program.written()
+    reads_tensors = not _TENSORS.isdisjoint(names)
+    for reference, slot in program.referenced:
+        if isinstance(reference, PlaceReference) and program.storage_of(slot) in written:
+            if reads_tensors:
+                return reference.path
+            changed.append(reference.path)
+    return next(filter(may_read, changed), None)
 
 
 def _codes_of(scheduler: Any) -> Iterator[CodeType]:
@@ -145,6 +105,3 @@ def _names_in(codes: list[CodeType], fake_state: FakeState) -> frozenset[str]:
                 one for one in others if one not in met and one.co_name in {*names, "<lambda>"}
             ]
     return frozenset(names)
-
-
-__all__ = ["Later"]

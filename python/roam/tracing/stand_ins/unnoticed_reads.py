@@ -101,6 +101,3 @@ def _catches_wrong_classes(code: CodeType) -> bool:
         ):
             return True
     return False
-
-
-__all__ = ["may_find", "may_miss"]
