@@ -192,6 +192,32 @@ def accumulating(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -
     return total
 
 
+def test_no_weight_changes_before_its_last_use(tmp_path: Path) -> None:
+    """Where weights are read from files for each pass, a plan may update one before the backward
+    pass has used what was read; where it then stays in memory, it may not."""
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        pairs = ((nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        model = nn.Sequential(*(layer for layers in pairs for layer in layers))
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def train_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def run(step: Any) -> list[torch.Tensor]:
+        training, generator = made(), torch.Generator().manual_seed(1)
+        losses = [step(*training, torch.randn(32, 64, generator=generator)) for _ in range(3)]
+        return [*losses, *bits(*training)]
+
+    limit_bytes = 3 * sum(one.nbytes for one in made()[0].parameters()) // 2
+    assert_same_bits(run(train_step), run(paged(tmp_path, train_step, memory=limit_bytes)))
+
+
 def many_samples(step: Any) -> list[torch.Tensor]:
     """So many that activations take several times what parameters do."""
     made, generator = perceptron(), torch.Generator().manual_seed(1)

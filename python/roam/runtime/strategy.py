@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -959,6 +960,8 @@ class _Chooser:
         )
         order = self._planned(spread.graph(pool=False), 0).order
         listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
+        # There a call may read what was in a file after that has changed; in memory it may not.
+        listed = _permitted(lowering.graph(pool=False), listed)
         lowering = lowering.expanded(listed)
         pages = self._pages_of(lowering)
         found = self._resident(limit_bytes, lowering, pages, files, best, pool)
@@ -1053,9 +1056,12 @@ class _Chooser:
         runs = Counter(listed)
         if any(count > 1 and base.repeats[number] is None for number, count in runs.items()):
             return None  # only what was read from a file could be changed again
+        kept = {base.program.storage_of(page.slot) for page in self._pages_of(base)}
+        if not base.sees_the_same(listed, kept):
+            return None
         try:
             base.graph(pool=False).expanded(listed)
-        except GraphError:  # it reads what was in a file after that has changed in memory
+        except PlanError:
             return None
         lowering = base.expanded(listed)
         found = self._resident(limit_bytes, lowering, self._pages_of(lowering), files, best, pool)
@@ -1638,6 +1644,23 @@ def _extra_share(choice: Choice) -> float:
     """The same, as a share of the step without a limit."""
     of = choice.recomputation or choice.cuts
     return 0.0 if of is None else _extra_s(choice) / max(of.step_s, 1e-9)
+
+
+def _permitted(graph: Graph, listed: Sequence[int]) -> list[int]:
+    """An order that a graph permits, as near as possible to one that lists its operators."""
+    place = {index: at for at, index in enumerate(listed)}
+    left = {index: len(graph.predecessors(index)) for index in listed}
+    ready = [place[index] for index in listed if not left[index]]
+    order: list[int] = []
+    while ready:
+        index = listed[heappop(ready)]
+        order.append(index)
+        for later in graph.successors(index):
+            left[later] -= 1
+            if not left[later]:
+                heappush(ready, place[later])
+    graph.live_bytes(order)  # the planner's own check
+    return order
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:
