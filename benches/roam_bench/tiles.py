@@ -19,14 +19,17 @@ from typing import Any
 from roam_bench.results import Record, Row, Task, bytes_of, row_of_failure, row_of_process
 from roam_bench.run import Benchmark, Column, Table, check_named, number
 
-_TOKENS, _MICRO_BATCHES, _STEPS = 512, 2, 5
+_TOKENS, _MICRO_BATCHES, _STEPS, _WIDTH = 1024, 2, 5, 32
 _SHARES = (0.5, 0.25, 0.1)
+_TOO_LITTLE = 0.03
+"""A budget that no plan is expected to keep within."""
 WAYS = (
     "eager",
     "checkpoint",
     "linear_cross_entropy",
     "roam",
     *(f"roam, {share:.0%}" for share in _SHARES),
+    "roam, least",
 )
 DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
@@ -86,6 +89,8 @@ _COLUMNS = (
     Column("way", lambda row: row["way"], right=False),
     Column("in a step, MiB", number("inside_bytes", "{:.1f}", _MIB)),
     Column(": plan's", _beside("plain", "inside_bytes")),
+    Column("floor", number("floor_bytes", "{:.1f}", _MIB)),
+    Column("with tiles", number("tiles_floor_bytes", "{:.1f}", _MIB)),
     Column("a step, ms", number("step_s", "{:.0f}", 1e-3)),
     Column(": eager's", _beside("eager", "step_s")),
     Column("first call, s", number("first_s", "{:.1f}")),
@@ -95,14 +100,14 @@ _COLUMNS = (
 )
 
 
-def _of_transformers(name: str, vocabulary: int, width: int, **more: Any) -> Callable[[], Any]:
+def _of_transformers(name: str, vocabulary: int, **more: Any) -> Callable[[], Any]:
     def make() -> Any:
         import transformers
 
         config = {
-            "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "intermediate_size": 4 * width, "max_position_embeddings": _TOKENS, "use_cache": False, "bos_token_id": 1,
-            "eos_token_id": 2, "pad_token_id": 0, **more,
+            "vocab_size": vocabulary, "hidden_size": _WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 4 * _WIDTH, "max_position_embeddings": _TOKENS, "use_cache": False,
+            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **more,
         }  # fmt: skip
         kind = getattr(transformers, f"{name}Config")
         return getattr(transformers, f"{name}ForCausalLM")(kind(**config))
@@ -115,7 +120,7 @@ def _gpt2() -> Any:
 
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=50257, n_embd=128, n_layer=2, n_head=4, n_positions=_TOKENS, use_cache=False,
+            vocab_size=50257, n_embd=_WIDTH, n_layer=2, n_head=4, n_positions=_TOKENS, use_cache=False,
             bos_token_id=1, eos_token_id=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         )
     )  # fmt: skip
@@ -126,26 +131,28 @@ def _t5() -> Any:
 
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=32128, d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4, dropout_rate=0,
-            use_cache=False, decoder_start_token_id=0,
+            vocab_size=32128, d_model=_WIDTH, d_kv=_WIDTH // 4, d_ff=4 * _WIDTH, num_layers=2, num_heads=4,
+            dropout_rate=0, use_cache=False, decoder_start_token_id=0,
         )
     )  # fmt: skip
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "Llama": _of_transformers("Llama", 32000, 128, num_key_value_heads=2),
+    "Llama": _of_transformers("Llama", 32000, num_key_value_heads=2),
     "Mixtral": _of_transformers(
-        "Mixtral", 32000, 128, num_key_value_heads=2, num_local_experts=4, intermediate_size=256,
+        "Mixtral", 32000, num_key_value_heads=2, num_local_experts=4, intermediate_size=2 * _WIDTH,
         experts_implementation="batched_mm",
     ),
     "T5": _t5,
     "GPT-2": _gpt2,
-    "OPT": _of_transformers("OPT", 50272, 128, ffn_dim=512, word_embed_proj_dim=128, dropout=0),
-    "GPT-NeoX": _of_transformers("GPTNeoX", 50432, 128),
-    "Gemma 2": _of_transformers(
-        "Gemma2", 64000, 128, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
+    "OPT": _of_transformers(
+        "OPT", 50272, ffn_dim=4 * _WIDTH, word_embed_proj_dim=_WIDTH, dropout=0
     ),
-    "Qwen3": _of_transformers("Qwen3", 151936, 64, num_key_value_heads=2, head_dim=16),
+    "GPT-NeoX": _of_transformers("GPTNeoX", 50432),
+    "Gemma 2": _of_transformers(
+        "Gemma2", 64000, num_key_value_heads=2, head_dim=_WIDTH // 4, tie_word_embeddings=True
+    ),
+    "Qwen3": _of_transformers("Qwen3", 151936, num_key_value_heads=2, head_dim=_WIDTH // 4),
 }  # fmt: skip
 """In order of their vocabularies. GPT-2, Gemma 2, T5 and OPT have tied embeddings; Gemma 2 caps its
 logits."""
@@ -183,6 +190,38 @@ def _step_of(model: Any, way: str) -> Callable[..., Any]:
     return step
 
 
+def _inside(name: str, dtype: Any, batches: list[list[Any]]) -> tuple[int, int]:
+    """What is there before a step by a plan without a limit, and what it takes inside."""
+    import roam
+
+    plain = roam.compile(_step_of(FAMILIES[name]().to(dtype), "roam"))
+    for batch in batches[:2]:  # the first step makes the optimizer's state
+        plain(*batch)
+    memory = plain.memory()
+    return memory.persistent_bytes, memory.total_bytes - memory.persistent_bytes
+
+
+def _least(name: str, dtype: Any, batch: list[Any], held_bytes: int, asked_bytes: int) -> Row:
+    """The least limit beyond what is there before that is found to be enough for a step that is
+    refused within `asked_bytes`; and what plans of whole operators, and plans with tiles, need at
+    least.
+    """
+    import roam
+
+    step = _step_of(FAMILIES[name]().to(dtype), "roam")
+    step(*batch)
+    try:
+        roam.compile(step, memory=held_bytes + asked_bytes)(*batch)
+    except roam.PlanError as error:
+        told = {
+            "limit_bytes": error.least_bytes,
+            "floor_bytes": error.floor_bytes,
+            "tiles_floor_bytes": error.tiles_floor_bytes,
+        }
+        return {key: size - held_bytes for key, size in told.items() if size is not None}
+    return {"limit_bytes": asked_bytes}
+
+
 def measured(name: str, dtype: str, way: str) -> Row:
     """Trains one family in one way.
 
@@ -215,15 +254,13 @@ def measured(name: str, dtype: str, way: str) -> Row:
     if way == "roam":
         step = roam.compile(step)
     elif way.startswith("roam"):
-        share = float(way.rpartition(" ")[2].removesuffix("%")) / 100
-        plain = roam.compile(_step_of(FAMILIES[name]().to(model.dtype), way))
-        for batch in batches[:2]:  # the first step makes the optimizer's state
-            plain(*batch)
-        memory = plain.memory()
-        inside = memory.total_bytes - memory.persistent_bytes
-        del plain
-        step = roam.compile(step, memory=memory.persistent_bytes + int(inside * share))
-        row["limit_bytes"] = int(inside * share)
+        held_bytes, inside = _inside(name, model.dtype, batches)
+        told = way.rpartition(" ")[2].removesuffix("%")
+        if told == "least":
+            row |= _least(name, model.dtype, batches[0], held_bytes, int(inside * _TOO_LITTLE))
+        else:
+            row["limit_bytes"] = int(inside * float(told) / 100)
+        step = roam.compile(step, memory=held_bytes + row["limit_bytes"])
     digest, seconds = hashlib.sha256(), []
     for batch in batches:
         start = time.process_time()
@@ -244,7 +281,6 @@ def measured(name: str, dtype: str, way: str) -> Row:
         memory = step.memory()
         row["inside_bytes"] = memory.measured_bytes - memory.persistent_bytes
         row["planned_bytes"] = memory.total_bytes - memory.persistent_bytes
-        row["floor_bytes"] = memory.floor_bytes
         if memory.cuts is not None:
             row["tiles"] = " + ".join(str(tiles) for *_, tiles in memory.cuts.rows)
         row["extra_runs"] = memory.extra_runs

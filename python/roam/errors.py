@@ -93,9 +93,14 @@ class PlanError(RoamError):
     Attributes:
         least_bytes: where a memory limit is refused, the least limit that may be enough: the floor,
             or what the smallest plan takes that was found. None if neither is known.
+        floor_bytes: where a memory limit is refused, what no plan of whole operators takes less
+            than, if that is proved.
+        tiles_floor_bytes: what no plan takes less than with the tiles that were tried.
     """
 
     least_bytes: int | None = None
+    floor_bytes: int | None = None
+    tiles_floor_bytes: int | None = None
 
 
 class LayoutError(RoamError, ValueError):

@@ -19,10 +19,10 @@ from roam_bench.run import run
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """A Llama that trains in a moment."""
-    make = tiles._of_transformers("Llama", 2048, 32, num_key_value_heads=2)
+    make = tiles._of_transformers("Llama", 2048, num_key_value_heads=2)
     monkeypatch.setattr(tiles, "_TOKENS", 256)
     monkeypatch.setattr(tiles, "FAMILIES", {"Llama": make})
-    monkeypatch.setattr(tiles, "WAYS", tiles.WAYS[:5])
+    monkeypatch.setattr(tiles, "WAYS", (*tiles.WAYS[:5], "roam, least"))
 
 
 @pytest.mark.usefixtures("small")
@@ -40,10 +40,13 @@ def test_a_row_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [row["way"] for row in record["rows"]] == list(tiles.WAYS)
     rows = {row["way"]: row for row in record["rows"]}
     assert not any(row["note"] for row in rows.values())
-    for way in ("checkpoint", "roam", "roam, 50%"):
+    for way in ("checkpoint", "roam", "roam, 50%", "roam, least"):
         assert rows[way]["digest"] == rows["eager"]["digest"]
     half = rows["roam, 50%"]
     assert half["inside_bytes"] <= half["limit_bytes"] < rows["roam"]["inside_bytes"]
+    least = rows["roam, least"]
+    assert least["tiles_floor_bytes"] <= least["limit_bytes"] <= least["floor_bytes"]
+    assert least["tiles"]
     (table,) = tiles.benchmark(asked).summary(record)
     assert "| equal |" in table.markdown()  # type: ignore[union-attr]
     written = json.loads((tmp_path / "tiles.json").read_text())

@@ -205,21 +205,22 @@ def test_collectives_of_a_part_of_the_ranks_have_eager_bits(ranks: Ranks) -> Non
     assert ranks.run(both, within_halves, small) == [[]] * 4
 
 
-def branching(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+def checking(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     loss = backward(net, optimizer, x)
     dist.all_reduce(loss.detach())
     if loss > 3:
-        optimizer.step()
+        raise ValueError("the loss is too large")
+    optimizer.step()
     return loss
 
 
 @needs_2_15
-def test_a_branch_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
+def test_a_check_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
     with (
         alone(tmp_path),
         pytest.raises(roam.CaptureError, match="one rank could decide differently") as e,
     ):
-        roam.compile(branching).plan(*small(), batch(0, 0))
+        roam.compile(checking).plan(*small(), batch(0, 0))
     assert e.value.code == "collective_branch"
     assert "test_distributed.py" in e.value.source
 
@@ -1396,7 +1397,7 @@ def branches_on_one_rank(rank: int, world: int) -> str:
 
 @needs_2_15
 def test_a_branch_of_one_rank_is_refused_at_once(ranks: Ranks) -> None:
-    assert ranks.run(branches_on_one_rank) == ["collective_branch", *["none"] * 3]
+    assert ranks.run(branches_on_one_rank) == ["value_reached_python", *["none"] * 3]
 
 
 def polls(rank: int, world: int) -> list[bool]:

@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 import roam
+from newer import needs_2_15
 from roam.integrations import transformers as subject
 from trainers import Measured, files, leaves, without_times
 from training import assert_same_bits
@@ -184,6 +185,8 @@ def test_a_callback_after_the_update_sees_gradients(
     assert len(kinds[0].plans) <= 8
 
 
+@pytest.mark.auto
+@needs_2_15
 def test_a_schedule_that_reads_gradients_sees_them(tmp_path: Path) -> None:
     def made() -> transformers.Trainer:
         trainer = make(tmp_path, max_steps=4)

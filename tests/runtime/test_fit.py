@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +210,20 @@ def test_a_plan_says_whether_it_fits() -> None:
     assert plan.fits(plan.total_bytes)
     assert not plan.fits(plan.total_bytes - 1)
     assert plan.fits("1 KiB") == (plan.total_bytes <= 1024)
+
+
+def test_the_command_finds_what_fits_with_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["fit", "gpt2-tiny", "--memory", "2MiB", "--most", "1", "--offload", str(tmp_path)]
+    assert cli.main([*asked, "--json"]) == 0
+    without, found = json.loads(capsys.readouterr().out)["fits"]
+    assert (without["size"], found["size"]) == (0, 1)
+    traffic = found["trials"][0]["traffic"]
+    assert traffic["folder"] == str(tmp_path)
+    assert traffic["read_bytes"] > traffic["written_bytes"] > 0
+    assert cli.main([*asked, "--no-recompute"]) == 2
+    assert cli.main([*asked, "--device", "cuda"]) == 2
 
 
 def test_the_command_finds_the_largest_sequence(capsys: pytest.CaptureFixture[str]) -> None:

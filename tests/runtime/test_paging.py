@@ -34,7 +34,7 @@ from paged_training import (
 )  # fmt: skip
 from roam.program import paging
 from roam.program.pages import Pages, is_movable, is_paged
-from roam.runtime import available
+from roam.runtime import available, strategy
 from training import assert_same_bits
 
 STEPS = {
@@ -190,6 +190,71 @@ def accumulating(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return total
+
+
+def test_no_weight_changes_before_its_last_use(tmp_path: Path) -> None:
+    """Where weights are read from files for each pass, a plan may update one before the backward
+    pass has used what was read; where it then stays in memory, it may not."""
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        pairs = ((nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        model = nn.Sequential(*(layer for layers in pairs for layer in layers))
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def train_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def run(step: Any) -> list[torch.Tensor]:
+        training, generator = made(), torch.Generator().manual_seed(1)
+        losses = [step(*training, torch.randn(32, 64, generator=generator)) for _ in range(3)]
+        return [*losses, *bits(*training)]
+
+    limit_bytes = 3 * sum(one.nbytes for one in made()[0].parameters()) // 2
+    assert_same_bits(run(train_step), run(paged(tmp_path, train_step, memory=limit_bytes)))
+
+
+def many_samples(step: Any) -> list[torch.Tensor]:
+    """So many that activations take several times what parameters do."""
+    made, generator = perceptron(), torch.Generator().manual_seed(1)
+    losses = [step(*made, *batch(generator, 64)).clone() for _ in range(4)]
+    return [*losses, *bits(*made)]
+
+
+@pytest.mark.parametrize("share", [1.3, 2.2])
+def test_activations_move_where_files_of_parameters_are_not_enough(
+    share: float, tmp_path: Path
+) -> None:
+    step = paged(tmp_path, memory=int(share * limit()))
+    assert_same_bits(many_samples(clipped), many_samples(step))
+    memory = step.memory()
+    assert memory.extra_runs + memory.offloaded_tensors > 0
+    assert memory.read_bytes
+
+
+def test_what_has_room_stays_in_memory_where_operators_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is moved then than where all that can lies in files."""
+    monkeypatch.setattr(strategy, "offerings", lambda *_: iter(()))
+    monkeypatch.setattr(strategy._Paging, "overlapped", lambda self, choice, _: choice)
+    expected = many_samples(clipped)
+
+    def moved_bytes() -> int:
+        step = paged(tmp_path, memory=int(2.2 * limit()))
+        assert_same_bits(expected, many_samples(step))
+        memory = step.memory()
+        assert memory.extra_runs > 0
+        assert memory.run_bytes <= 2.2 * limit()
+        return sum((*memory.read_bytes.values(), *memory.written_bytes.values()))
+
+    fewer = moved_bytes()
+    monkeypatch.setattr(strategy._Chooser, "_resident_again", lambda *_: None)
+    assert fewer < moved_bytes()
 
 
 def test_batches_are_accumulated_in_a_step(tmp_path: Path) -> None:

@@ -212,6 +212,37 @@ def test_lengths_of_two_arguments_are_planned_for_together() -> None:
     assert len(sizes_of(step)[0].corners) == 1
 
 
+def test_sizes_that_are_equal_where_they_are_planned_for_may_differ() -> None:
+    """There is room for 79 of each: 38 and 37 are doubled, up to the next prime."""
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Reader(positions=128)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(
+            one: torch.Tensor, other: torch.Tensor, net: Any = net, optimizer: Any = optimizer
+        ) -> Any:
+            optimizer.zero_grad()
+            total = torch.arange(one.shape[1]).sum() - torch.arange(other.shape[1]).sum()
+            loss = (net(one).mean() - net(other).var()) * total
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train)
+        losses = [
+            function(ids_of(5, one), ids_of(5, other))
+            for one, other in ((35, 21), (38, 37), (30, 36), (9, 9))
+        ]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    assert sizes_of(step)[0].largest() == (79, 79)
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2
@@ -502,6 +533,30 @@ def test_arithmetic_on_sizes_needs_no_other_plan(loss_of: Callable[..., Any]) ->
 
 def test_padded_chunks_of_texts_need_no_other_plan() -> None:
     assert len(run_both(lengths(8, 11, 9, 12, 8, 10, 13, 40), in_padded_chunks)._captures) == 2
+
+
+def in_halves(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    left, right = net(ids).chunk(2, 1)
+    return left.softmax(1).square().mean() + right.var()
+
+
+def by_eights(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    wide = functional.pad(net(ids), (0, 0, 0, -ids.shape[1] % 8))
+    losses = [
+        wide[:, 8 * place : 8 * place + 8].softmax(1).square().mean()
+        for place in range(wide.shape[1] // 8)
+    ]
+    return torch.stack(losses).sum() + sum(part.square().mean() for part in wide.split(8, 1))
+
+
+def test_a_number_that_is_the_same_for_all_sizes_needs_no_other_plan() -> None:
+    assert len(run_both(lengths(8, 11, 9, 12, 10, 7, 13), in_halves)._captures) == 2
+
+
+def test_each_number_of_chunks_has_one_plan() -> None:
+    step = run_both(lengths(18, 20, 23, 17, 30, 27, 25, 19, 31, 24, 29), by_eights)
+    assert len(step._captures) <= 1 + 2
+    assert step._known.traces <= 2 + 3 + 3
 
 
 def odd_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -839,7 +894,7 @@ def by_longest(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def by_longest_itself(net: Packed, batch: dict[str, Any]) -> torch.Tensor:
-    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"] // 8)]
+    losses = [net.out(net.embed(batch["ids"][:1])).mean() for _ in range(batch["longest"])]
     return by_longest(net, batch) + sum(losses)
 
 

@@ -487,7 +487,7 @@ def test_a_pass_keeps_every_field_of_a_program() -> None:
     result = {part.name: [part.name] for part in dataclasses.fields(Result)}
     program.result = Result(**result)
     assert len(kept) > 8
-    after = passes.renumbered(program)
+    after = passes.reordered(program, range(len(program.calls)))
     assert {name: getattr(after, name) for name in kept} == kept
     assert {name: getattr(after.result, name) for name in result} == result
 
@@ -513,7 +513,7 @@ def test_a_pass_keeps_every_effect(kind: Any) -> None:
         return parts | {name: value for name, value in named.items() if name in parts}
 
     program.effects = [kind(**naming(1))]
-    (after,) = passes.renumbered(program).effects
+    (after,) = passes.reordered(program, range(len(program.calls))).effects
     parts = naming(0)
     assert {name: getattr(after, name) for name in parts} == parts
     assert isinstance(after.what, str)

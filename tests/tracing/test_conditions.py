@@ -108,13 +108,6 @@ def by_numpy(net, x):
     return loss
 
 
-def by_a_limit_of_numpys(net, x):
-    loss = plain_loss(net, x)
-    if numpy.float64(1e6) < loss.item():
-        raise FloatingPointError
-    return loss
-
-
 def is_bad(loss):
     return torch.isnan(loss).any().item() or torch.isinf(loss).any().item()
 
@@ -167,7 +160,6 @@ LOSSES = [
     raised,
     left,
     by_numpy,
-    by_a_limit_of_numpys,
     by_helper,
     passed,
     of_all,
@@ -193,7 +185,7 @@ def test_checks_that_pass_are_made_by_plan(loss_of: Loss) -> None:
 
 
 @pytest.mark.parametrize("poisoned", [0, 3])
-@pytest.mark.parametrize("loss_of", [*LOSSES[:6], *LOSSES[7:]])
+@pytest.mark.parametrize("loss_of", [*LOSSES[:5], *LOSSES[6:]])
 def test_a_check_that_fails_raises_what_eager_raises_and_leaves_what_eager_leaves(
     loss_of: Loss, poisoned: int
 ) -> None:

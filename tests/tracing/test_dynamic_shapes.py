@@ -453,6 +453,29 @@ class TestRefusals:
         found = same(body, [(torch.randn(6, 4) + (place % 3),) for place in range(8)])
         assert captures(found) == 1
 
+    def test_more_bins_than_planned_are_found_before_anything_changes(self) -> None:
+        def script(wrap: Any) -> Any:
+            model = nn.Linear(4, 4)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = model(x).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(parameter.grad)
+                        parameter.grad = None
+                return torch.bincount((x.detach() * loss.detach() * 0 + x).argmax(1), minlength=2)
+
+            compiled = wrap(step)
+            counts = []
+            for place in (0, 0, 3, 0, 2, 1):
+                x = torch.zeros(6, 4)
+                x[:, place] = 1
+                counts.append(compiled(x))
+            return counts, model.state_dict()
+
+        both(script)
+
     def test_of_fakes_whose_values_nobody_knows(self) -> None:
         with roam.fake():
             model, x, mask = nn.Linear(4, 4), torch.randn(6, 4), torch.zeros(6, dtype=torch.bool)

@@ -334,17 +334,29 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (every_third, 4),
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
         (compared_with_none, 1), (looks_at_the_type, 1),
-        (sums_of_numpys, 1),
-        (right_of_numpys_numbers, 2),  # the sum is a float of Python's at first
-        (compared_with_numpys_numbers, 2),
-        (by_functions_of_numpys, 2),  # the rate is a float of Python's at first
         (by_functions_of_pythons, 1), (in_new_tensors, 1), (looked_up_in_tensors, 1),
-        (cuts_at_a_share, 1), (raised_to_whole_powers, 1),
+        (right_of_numpys_numbers, 2),  # the sum is a float of Python's at first
+        (raised_to_whole_powers, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
 def test_numbers_are_live(body: Body, captures: int) -> None:
     check(body, lambda my, index: None, captures)
+
+
+@pytest.mark.auto
+@needs_2_15
+@pytest.mark.parametrize(
+    "body",
+    [
+        sums_of_numpys,
+        compared_with_numpys_numbers,
+        by_functions_of_numpys,
+        cuts_at_a_share,
+    ],
+)
+def test_numbers_that_numpy_calculates_with_are_pythons_beside_a_plan(body: Body) -> None:
+    check(body, lambda my, index: None, 0)
 
 
 def jump(my: Any, index: int) -> None:

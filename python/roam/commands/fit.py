@@ -40,17 +40,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not also find the largest size with operators that run again",
     )
+    parser.add_argument(
+        "--offload",
+        metavar="FOLDER",
+        help="a folder for files of parameters, state and activations: find the largest size with "
+        "these too; the speed of its disk is measured",
+    )
     add_capture(parser, has_step=False)
 
 
 def run(arguments: argparse.Namespace) -> list[Any]:
-    """Finds the largest size without recomputation, and then with it."""
+    """Finds the largest size without recomputation, and then with it, and with files if there is a
+    folder for them.
+    """
     settings = settings_of(arguments)
     del settings["step"]
     device = settings.pop("device")
     limit_bytes = arguments.memory.size_bytes
     if limit_bytes is None:
         raise UsageError("--memory: give an amount of bytes here, not a share of a total")
+    if arguments.offload and arguments.no_recompute:
+        raise UsageError("--offload: with files operators may run again; leave --no-recompute out")
+    if arguments.offload and device != "cpu":
+        raise UsageError("--offload: only on the CPU do plans keep tensors in files")
     zoo.check(arguments.model, **settings)
     least, most = 1, arguments.most
     if arguments.largest == "seq":
@@ -59,18 +71,21 @@ def run(arguments: argparse.Namespace) -> list[Any]:
             raise zoo.ZooError(f"{arguments.model} sees images and has no sequence length")
         least, most = 2, min(longest, most or longest)
 
-    from roam.runtime.fitting import MOST, graphs_of, largest
+    from roam.runtime.fitting import MOST, captured_of, graphs_of, largest, largest_in_files
 
-    def graphs_at(size: int, *, recompute: bool) -> list[Graph]:
+    def made_at(size: int) -> tuple[Any, tuple[Any, ...]]:
         with interrupts_count(), roam.fake(device):
             made = zoo.build(
                 arguments.model, device=device, **{**settings, arguments.largest: size}
             )
-        args = (made.model, made.optimizer, *made.batch)
-        return graphs_of(made.train_step, args, random_states=recompute)
+        return made.train_step, (made.model, made.optimizer, *made.batch)
+
+    def graphs_at(size: int, *, recompute: bool) -> list[Graph]:
+        return graphs_of(*made_at(size), random_states=recompute)
 
     found = []
-    for recompute in (False, True)[: 1 if arguments.no_recompute else 2]:
+    is_alone = arguments.no_recompute or arguments.offload
+    for recompute in (False, True)[: 1 if is_alone else 2]:
         how = "with" if recompute else "without"
         with Progress(f"finding the largest {arguments.largest} {how} recomputation"):
             found.append(
@@ -78,6 +93,17 @@ def run(arguments: argparse.Namespace) -> list[Any]:
                     partial(graphs_at, recompute=recompute),
                     limit_bytes,
                     recompute=recompute,
+                    least=least,
+                    most=most or MOST,
+                )
+            )
+    if arguments.offload:
+        with Progress(f"finding the largest {arguments.largest} with files"):
+            found.append(
+                largest_in_files(
+                    lambda size: captured_of(*made_at(size)),
+                    limit_bytes,
+                    arguments.offload,
                     least=least,
                     most=most or MOST,
                 )

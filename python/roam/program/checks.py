@@ -41,8 +41,14 @@ def check(
         raise CheckFailed("a branch or check of the step has another outcome than in the plan")
 
 
+def holds(value: Any, expected: bool) -> None:
+    """Raises `CheckFailed` if a value is not what code of PyTorch's, in C++, asks for."""
+    if bool(value) is not expected:
+        raise CheckFailed("what an operator of PyTorch's asks for is not so")
+
+
 DATA_CHECKS: Final = frozenset((
-    aten._linalg_check_errors.default, aten._assert_async.default, aten._assert_async.msg,
+    aten._linalg_check_errors.default, aten._assert_async.default, aten._assert_async.msg, holds,
 ))  # fmt: skip
 """What does nothing but raise an error if data is not as an operator of PyTorch wants it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -139,6 +140,9 @@ class Lowering:
         """
         self.paged: Pages | None = None
         """The files that tensors lie in before and after the step; None if none does."""
+        self.unpaged: Lowering | None = None
+        """What calls that read and write files were put into; None if there are none, or if others
+        were put in afterwards."""
         self._sequence: Sequence[int] = range(len(program.calls))
         self._is_again: Sequence[bool] = [False] * len(program.calls)
         self._sizes = [
@@ -301,7 +305,7 @@ class Lowering:
         """
         found = with_pages(self.program, chosen, pages)
         result = self._with_more(found.program, found.calls, placed)
-        result.paged = pages
+        result.paged, result.unpaged = pages, self
         result._times |= {
             index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
         }
@@ -374,6 +378,34 @@ class Lowering:
         call = self.program.calls[index]
         slot: Any = call.outputs[0] if isinstance(call.target, Fetch) else call.args[0].slot
         return self.program.storages[self.program.storage_of(slot)].size_bytes
+
+    def sees_the_same(self, sequence: Sequence[int], storages: Collection[int]) -> bool:
+        """Whether each run of a call sees some storages, none of which is made again, as its calls
+        in their order do: changed by the same calls.
+
+        Args:
+            sequence: numbers of the calls in the order of their runs.
+            storages: these storages.
+        """
+        writers: dict[int, list[int]] = {number: [] for number in storages}
+        for index, operator in enumerate(self.operators):
+            for number in {*operator.creates, *operator.mutates} & writers.keys():
+                writers[number].append(index)
+        runs = Counter(sequence)
+        if any(runs[index] > 1 for some in writers.values() for index in some):
+            return False
+        done = dict.fromkeys(writers, 0)
+        for index in sequence:
+            call = self.program.calls[index]
+            for number in (
+                set(map(self.program.storage_of, (*call.refs(), *call.made()))) & writers.keys()
+            ):
+                if done[number] != bisect_left(writers[number], index):
+                    return False
+            operator = self.operators[index]
+            for number in {*operator.creates, *operator.mutates} & writers.keys():
+                done[number] += 1
+        return True
 
     def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
         """The same without the tensors that some of its `loads` load. Also returns, for each call

@@ -166,9 +166,7 @@ def take_out(tensor: torch.Tensor, name: str) -> None:
 
 
 def is_paged(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a file of this process, and not in one of the process that has
-    forked it.
-    """
+    """Whether a tensor lies in a file of this process, and not in one of its parent."""
     place = _place_of(tensor)
     return place is not None and place[0].process == os.getpid()
 

@@ -187,19 +187,8 @@ def assign_early(program: Program) -> Program:
     return _renumber(program, calls, moved, program.referenced, program.constants)
 
 
-def renumbered(program: Program) -> Program:
-    """The same program with its slots in the order in which `prune` numbers them."""
-    return _renumber(
-        program,
-        program.calls,
-        {index: index for index in range(len(program.calls))},
-        program.referenced,
-        program.constants,
-    )
-
-
 def with_used_state(program: Program) -> Program:
-    """The program with those references alone whose tensors it uses, numbered as `renumbered`
+    """The program with those references alone whose tensors it uses, numbered as `prune`
     does.
     """
     used = {slot for call in program.calls for slot in call.refs()} | program.outgoing()

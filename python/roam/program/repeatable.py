@@ -164,6 +164,8 @@ def _repeat(
         return None if call.skip_if is not None else _gather(program, call, launches)
     if isinstance(call.target, Load):
         tensor, stored = call.args
+        if tensor is None:  # it is such a run itself
+            return Repeat(call)
         return Repeat(replace(call, args=(None, stored)), (program.storage_of(tensor.slot),))
     if isinstance(call.target, Fetch):
         return Repeat(call)

@@ -462,10 +462,17 @@ class _Tiling:
         sums of rows."""
         self.losses: dict[int, Call] = {}
         self.extents: dict[int, tuple[int, int]] = {}
+        self._flops: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
         for index, call in enumerate(program.calls):
             for slot in call.mutates:
                 self.written.setdefault(program.storage_of(slot), []).append(index)
+
+    def flops(self, index: int) -> int:
+        """Floating-point operations of a call."""
+        if index not in self._flops:
+            self._flops[index] = flops_of(self.program, self.program.calls[index])
+        return self._flops[index]
 
     def is_gone(self, slot: int) -> bool:
         """Whether a tensor never exists whole."""
@@ -976,7 +983,7 @@ class Builder:
                 self.widest_bytes, math.prod(meta.shape) * meta.dtype.itemsize / self.size
             )
         self.made_parts[slot, cut] = number
-        count, flops = math.prod(meta.shape), flops_of(self.tiling.program, call)
+        count, flops = math.prod(meta.shape), self.tiling.flops(index)
         self.flops += flops
         self.cost += count + flops * _FLOP_COST
         return number
@@ -996,7 +1003,7 @@ class Builder:
         number = self.emit(add_product, tuple(parts))
         self._works[-1] = replace(self._works[-1], adds_to=slot)
         self._closing([number])
-        flops = flops_of(self.tiling.program, call)
+        flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
         return number

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
+from operator import attrgetter
 
 import torch
 
@@ -21,10 +22,13 @@ from roam.program.operators import is_foreign
 from roam.program.passes import with_calls
 from roam.program.random_states import EXACT
 from roam.program.repeatable import Repeat, repeats
+from roam.state.sizes import replaced
 from roam.torch_compat.private import OpOverload, schema_of
 
 _READ = (torch.random.get_rng_state, torch.cuda.random.get_rng_state)
 _SET = (torch.random.set_rng_state, torch.cuda.random.set_rng_state)
+_EXPRESSION = attrgetter("expression")
+"""Of a number that follows from symbols: equal numbers may be others at other sizes."""
 _UNTOLD = frozenset(("aten::_conj", "aten::_neg_view"))
 """Views whose elements are not what their memory says."""
 
@@ -192,10 +196,11 @@ class _Values:
             meta = program.slots[ref.slot]
             if meta is None:
                 return ("number", self._number_of.get(ref.slot, ("slot", ref.slot)))
-            size_bytes = program.storages[meta.storage].size_bytes
+            size_bytes = replaced(program.storages[meta.storage].size_bytes, _EXPRESSION)
             return ("tensor", self._value[meta.storage], size_bytes, _look(meta))
 
-        arguments = repr(substitute((call.args, call.kwargs), told))
+        given = replaced((call.args, call.kwargs), _EXPRESSION)
+        arguments = repr(substitute(given, told))
         # Arguments may share memory, which decides what a kernel does that changes one.
         storages = [program.storage_of(slot) for slot in call.refs()]
         sharing = tuple(storages.index(storage) for storage in storages)
@@ -244,7 +249,8 @@ class _Values:
 
 
 def _look(meta: TensorMeta) -> Hashable:
-    return (meta.shape, meta.stride, meta.offset, meta.dtype, meta.device)
+    layout = replaced((meta.shape, meta.stride, meta.offset), _EXPRESSION)
+    return (*layout, meta.dtype, meta.device)
 
 
 def _device_of(program: Program, call: Call) -> Hashable:

@@ -18,6 +18,9 @@ from roam.tracing.step import CapturedStep
 
 
 class _Runs(Protocol):
+    @property
+    def is_first(self) -> bool: ...
+
     def failure(self, call: StepCall) -> Misfit | None: ...
 
 
@@ -95,7 +98,9 @@ class Captures(Sequence[Captured[R]]):
             if isinstance(misfit, Larger):
                 self.larger = captured, misfit.values
             for runner in () if misfit else captured.runners:
-                misfit = runner.failure(call)
+                misfit = runner.failure(call) or captured.step.state_failure(
+                    call, is_first=runner.is_first
+                )
                 if misfit is None:
                     self._use(captured)
                     return captured, runner

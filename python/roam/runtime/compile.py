@@ -48,6 +48,7 @@ from roam.state.equality import Misfit
 from roam.state.freed_gradients import freed_stood_for
 from roam.state.policies import Policy
 from roam.state.references import ArgumentReference
+from roam.state.settings import in_place, put
 from roam.state.sizes import OneLength
 from roam.state.step_call import StepCall
 from roam.state.wrappers import is_faked
@@ -368,6 +369,9 @@ class Step:
         captured, runner = found
         if any(one.has_news for one in captured.runners) and not _has_ranks():
             captured, runner = self._planned_again(captured, call)
+        pending = captured.step.pending(call, is_first=runner.is_first)
+        if pending is not None:
+            put(pending.all)  # as the user's function would now
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:
@@ -808,6 +812,8 @@ class Step:
                 varies = not self._captures.has_run_again()
                 of_range = self._ranges.capture(capture, known, call, self._is_fixed, varies=varies)
                 step = of_range or capture()
+                if step.settings and (found := self._that_sets(step, call)) is not None:
+                    return found
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled
             call.forget()
@@ -850,6 +856,22 @@ class Step:
             f"the new plan does not fit the state that it was captured from: {misfit}",
             code="no_plan_fits",
         )
+
+    def _that_sets(
+        self, step: CapturedStep, call: StepCall
+    ) -> tuple[Captured[Runner], Runner] | None:
+        """An earlier capture that a new one is, apart from what the step sets itself. From now on
+        it is for such calls too.
+        """
+        call.forget()
+        with in_place(step.settings[0].all):
+            found = self._captures.find(call, self._known.taker)
+        call.forget()
+        if isinstance(found, Misfit) or not found[0].step.sets_too(step):
+            return None
+        replans.info("%s keeps its plan, since the step sets this itself", self._name)
+        again = self._captures.find(call, self._known.taker)
+        return None if isinstance(again, Misfit) else again
 
     def _planned_again(
         self, captured: Captured[Runner], call: StepCall

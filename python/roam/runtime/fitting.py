@@ -219,15 +219,13 @@ def fit(
         )
     if offload is None:
         return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
-    folder = Path(offload).absolute()
-    block_ns(Tier.of(folder), limit_bytes)
 
-    def tried(size: int) -> tuple[Trial, Plan | None]:
+    def captured_at(size: int) -> CapturedStep:
         with fake(device):
             inputs = make_inputs(size)
-        return _tried_in_files(size, _captured(train_step, inputs), limit_bytes, folder)
+        return captured_of(train_step, inputs)
 
-    return _largest(tried, limit_bytes, recompute=True, least=1, most=most)
+    return largest_in_files(captured_at, limit_bytes, offload, most=most)
 
 
 def graphs_of(
@@ -250,7 +248,7 @@ def graphs_of(
             at some of these sizes.
     """
     with collections_wait():
-        captured = _captured(train_step, args, sizes)
+        captured = captured_of(train_step, args, sizes)
         return [
             variant.graph_with_states if random_states else variant.graph
             for variant in (captured.first, captured.steady)
@@ -258,7 +256,7 @@ def graphs_of(
         ]
 
 
-def _captured(
+def captured_of(
     train_step: Callable[..., Any], args: Sequence[Any], sizes: _Sizes | None = None
 ) -> CapturedStep:
     """A step that can be planned before it has run."""
@@ -308,6 +306,28 @@ def largest(
         return _tried(size, graphs_at(size), limit_bytes, recompute)
 
     return _largest(tried, limit_bytes, recompute=recompute, least=least, most=most)
+
+
+def largest_in_files(
+    captured_at: Callable[[int], CapturedStep],
+    limit_bytes: int,
+    offload: str | Path,
+    *,
+    least: int = 1,
+    most: int = MOST,
+) -> Fit:
+    """The same with tensors that may lie in files of the folder `offload`.
+
+    Raises:
+        ExecutionError: the folder cannot be used.
+    """
+    folder = Path(offload).absolute()
+    block_ns(Tier.of(folder), limit_bytes)
+
+    def tried(size: int) -> tuple[Trial, Plan | None]:
+        return _tried_in_files(size, captured_at(size), limit_bytes, folder)
+
+    return _largest(tried, limit_bytes, recompute=True, least=least, most=most)
 
 
 def _largest(

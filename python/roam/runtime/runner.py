@@ -134,7 +134,7 @@ class Runner:
         logger.debug("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
-        self._runs_once, self._offloads = variant.runs_once, options.offload is not None
+        self.is_first, self._offloads = variant.runs_once, options.offload is not None
         shrinks = None
         if choice.memory_limit_bytes is not None:
             spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
@@ -478,7 +478,7 @@ class Runner:
             left: Left = pytree.tree_unflatten(result, program.result.spec)
             growing = [container for _, container in program.result.growing]
             returned = leave_arguments(left, (call.args, call.kwargs), growing)
-        if self._runs_once and self._pool is not None:
+        if self.is_first and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -99,6 +100,9 @@ _PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
+_SMALL = 64
+"""Tensors that are so many times smaller than the largest one exist whole: without them chains of
+operators would be as long as the step."""
 _MOST_MISSES = 2
 """After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
 _LITTLE = 0.1
@@ -452,8 +456,8 @@ def _continued(error: PlanError, more: str) -> PlanError:
         position=error.position,
         source=error.source,
     )
-    if error.least_bytes is not None:
-        result.least_bytes = error.least_bytes
+    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
+    result.tiles_floor_bytes = error.tiles_floor_bytes
     return result
 
 
@@ -494,6 +498,8 @@ class _Chooser:
         """Whether every byte counts, since a limit is kept if the plan without extra runs does."""
         self._room_bytes: int | None = None
         self._untried: NoRoom | None = None
+        self._tiles_floors: list[int] = []
+        """What plans with tiles that were tried take at least."""
         self._tiled_bytes: list[int] = []
         """What plans within a limit that is too small take with tiles that were tried, or what they
         take at least."""
@@ -591,6 +597,7 @@ class _Chooser:
         best: Choice | None = None
         failure: PlanError | None = None
         self._tiled_bytes.clear()
+        self._tiles_floors.clear()
         try:
             best = self._whole_within(limit_bytes)
         except PlanError as error:
@@ -618,6 +625,7 @@ class _Chooser:
             failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
         )
         refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
+        refusal.tiles_floor_bytes = min(self._tiles_floors, default=None)
         raise refusal
 
     @property
@@ -635,7 +643,10 @@ class _Chooser:
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
-        for least_bytes in sorted(set(sizes.values()), reverse=True)[:_MOST_LEVELS]:
+        levels = sorted(
+            (size for size in set(sizes.values()) if size * _SMALL > most), reverse=True
+        )
+        for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
                 refused = other_blocks(program, gone, device)
@@ -645,6 +656,7 @@ class _Chooser:
             total_bytes, parts = estimates[-1]
             if total_bytes > limit_bytes:  # operators have to run again
                 total_bytes = self._least_with(program, gone, most // parts, refused)
+                self._tiles_floors.append(total_bytes)
                 if total_bytes > limit_bytes:
                     self._tiled_bytes.append(total_bytes)
                     if total_bytes > _WORTH_TILES * reached_bytes:
@@ -914,6 +926,8 @@ class _Chooser:
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
+        if found and self._is_late:
+            return found[0]
         paged = self._paged(limit_bytes, lowering, best, pool)
         if paged is not None and paged[0].total_bytes <= limit_bytes:
             found.append(paged[0])
@@ -930,19 +944,10 @@ class _Chooser:
         """
         assert self._tier is not None, "there are files"
 
-        def paged_of(lowering: Lowering) -> list[Page]:
-            return [
-                page
-                for page in lowering.pages(unmovable_storages(lowering.program))
-                if not self._is_real or page.reference is None or is_movable(page.reference.get())
-            ]
-
-        pages = paged_of(lowering)
+        pages = self._pages_of(lowering)
         if not pages:
             return None
-        files, is_timed = Pages(self._tier.folder), self._is_real
-        room_bytes = limit_bytes if is_timed and not gathers_again(lowering.repeats) else None
-        transfer_ns = partial(time_ns, block_ns(self._tier, room_bytes))
+        files, transfer_ns = Pages(self._tier.folder), self._transfer_ns(limit_bytes, lowering)
         self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
 
         # The order is that of a plan in which everything is in its file as much as it can be: its
@@ -955,14 +960,48 @@ class _Chooser:
         )
         order = self._planned(spread.graph(pool=False), 0).order
         listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
+        # There a call may read what was in a file after that has changed; in memory it may not.
+        listed = _permitted(lowering.graph(pool=False), listed)
         lowering = lowering.expanded(listed)
-        pages = paged_of(lowering)
+        pages = self._pages_of(lowering)
+        found = self._resident(limit_bytes, lowering, pages, files, best, pool)
+        if found is None:
+            plans = self._paging(limit_bytes, replace(best, pages=files), pool)
+            return plans.waiting(spread, 0, lowering, is_ordered=False), spread
+        return found
+
+    def _pages_of(self, lowering: Lowering) -> list[Page]:
+        """The tensors that may lie in files."""
+        return [
+            page
+            for page in lowering.pages(unmovable_storages(lowering.program))
+            if not self._is_real or page.reference is None or is_movable(page.reference.get())
+        ]
+
+    def _transfer_ns(self, limit_bytes: int, lowering: Lowering) -> Callable[[int], int]:
+        """Tells nanoseconds to write and read so many bytes."""
+        assert self._tier is not None, "there are files"
+        is_timed = self._is_real and not gathers_again(lowering.repeats)
+        return partial(time_ns, block_ns(self._tier, limit_bytes if is_timed else None))
+
+    def _resident(
+        self,
+        limit_bytes: int,
+        lowering: Lowering,
+        pages: Sequence[Page],
+        files: Pages,
+        best: Choice,
+        pool: bool | None,
+    ) -> tuple[Choice, Lowering] | None:
+        """A plan within a limit, in program order, in which pages are in memory so that a step
+        moves few bytes; None if none is found.
+        """
+        transfer_ns = self._transfer_ns(limit_bytes, lowering)
+        plans = self._paging(limit_bytes, replace(best, pages=files), pool)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
         sizes = [page.size_bytes for page in pages]
         live = lowering.live_bytes(numbers)
         ways = [page.ways(len(live)) for page in pages]
-
-        plans = self._paging(limit_bytes, replace(best, pages=files), pool)
 
         def chosen(slack_bytes: int) -> tuple[residency.Found, Lowering]:
             """What a step keeps in memory with so many bytes more than were estimated."""
@@ -975,21 +1014,63 @@ class _Chooser:
         best_found: tuple[Choice, Lowering] | None = None
         slack_bytes = 0  # the room was estimated; a plan tells how much there is
         for _ in range(_MOST_TRIES if live else 0):
+            if best_found is not None and self._is_late:
+                break
             found, paged = chosen(slack_bytes)
             if found.most_over_bytes:
                 if slack_bytes < 0:
                     break
                 slack_bytes += found.most_over_bytes
                 continue
-            choice = plans.waiting(paged, found.least_bytes, is_ordered=True)
+            choice = plans.waiting(paged, found.least_bytes, lowering, is_ordered=True)
             is_better = best_found is None or _extra_s(choice) < _extra_s(best_found[0])
             if choice.total_bytes <= limit_bytes and is_better:
                 best_found = choice, paged
             left_bytes = limit_bytes - choice.total_bytes
             slack_bytes += left_bytes if best_found is None or left_bytes > 0 else left_bytes // 2
         if best_found is None:
-            return plans.waiting(spread, 0, is_ordered=False), spread
+            return None
         return plans.overlapped(*best_found), best_found[1]
+
+    def _resident_again(
+        self,
+        limit_bytes: int,
+        spread: Lowering,
+        sequence: Sequence[int],
+        best: Choice,
+        pool: bool | None,
+    ) -> Choice | None:
+        """The same where calls run again; None if none is found.
+
+        Args:
+            limit_bytes: the limit.
+            spread: a step in which everything is in its file as much as it can be.
+            sequence: which of its calls run, in which order.
+            best: the step without a limit.
+            pool: whether to use a pool.
+        """
+        base, files = spread.unpaged, spread.paged
+        assert base is not None, "tensors are in files"
+        assert files is not None, "tensors are in files"
+        listed = [number for index in sequence if (number := spread.numbers[index]) >= 0]
+        runs = Counter(listed)
+        if any(count > 1 and base.repeats[number] is None for number, count in runs.items()):
+            return None  # only what was read from a file could be changed again
+        kept = {base.program.storage_of(page.slot) for page in self._pages_of(base)}
+        if not base.sees_the_same(listed, kept):
+            return None
+        try:
+            base.graph(pool=False).expanded(listed)
+        except PlanError:
+            return None
+        lowering = base.expanded(listed)
+        found = self._resident(limit_bytes, lowering, self._pages_of(lowering), files, best, pool)
+        return None if found is None else found[0]
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether nothing more is to be searched for."""
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     def _offloading(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
@@ -1003,7 +1084,7 @@ class _Chooser:
             if self._tier is None or not error.code.startswith("memory_"):
                 raise
             failure = error
-        if self._tier is None or (found and found[0].recomputation is None):
+        if self._tier is None or (found and (found[0].recomputation is None or self._is_late)):
             return found[0]
         is_timed = self._is_real and not gathers_again(lowering.repeats)
         room_bytes = self._left(limit_bytes) if is_timed else None
@@ -1084,6 +1165,8 @@ class _Chooser:
             )
             if error.least_bytes is not None:
                 refusal.least_bytes = error.least_bytes + best.checks_bytes
+                if code == "memory_floor":
+                    refusal.floor_bytes = refusal.least_bytes
             raise refusal from None
         again = plan.recomputation
         call_ns, moves = graph.times_ns, lowering.moves
@@ -1138,7 +1221,12 @@ class _Chooser:
         ordered = ran.lowering.expanded(listed)
         plans = self._paging(limit_bytes, choice, self._pool)
         beside = plans.overlapped(_renumbered(choice, listed), ordered)
-        return choice if beside.program is choice.program else beside
+        found = [choice if beside.program is choice.program else beside]
+        if offloaded is None and lowering.unpaged is not None and not self._is_late:
+            sequence = [int(again["sequence"][index]) for index in listed]
+            kept = self._resident_again(limit_bytes, lowering, sequence, best, self._pool)
+            found += [kept] if kept is not None else []
+        return min(found, key=_extra_s)
 
     def _paging(self, limit_bytes: int, best: Choice, pool: bool | None) -> _Paging:
         """What plans steps with tensors in files as `best` says."""
@@ -1380,17 +1468,21 @@ class _Paging:
     of: partial[Choice]
     way: Callable[..., Choice]
 
-    def waiting(self, paged: Lowering, least_bytes: int, *, is_ordered: bool) -> Choice:
+    def waiting(
+        self, paged: Lowering, least_bytes: int, of: Lowering, *, is_ordered: bool
+    ) -> Choice:
         """A plan in which each copy is made before its call returns, in program order if
-        `is_ordered`.
+        `is_ordered`; `of` is what the copies were put into.
         """
         choice = self._planned(paged, least_bytes, is_ordered=is_ordered)
-        call_ns, moves = choice.graph.times_ns, paged.moves
+        call_ns, moves, more = choice.graph.times_ns, paged.moves, of.extra_calls
+        runs = [place for place, number in enumerate(paged.numbers) if number in more]
+        extra_s = paged.moved_s + float(call_ns[runs].sum()) / 1e9
         again = Recomputation(
-            runs=0,
-            calls=frozenset(moves),
-            extra_s=paged.moved_s,
-            step_s=float(call_ns.sum()) / 1e9 - paged.moved_s,
+            runs=of.extra_runs,
+            calls=frozenset((*moves, *runs)),
+            extra_s=extra_s,
+            step_s=float(call_ns.sum()) / 1e9 - extra_s,
             least_extra_s=None,
             floor_bytes=None,
             timed_calls=paged.timed_calls,
@@ -1552,6 +1644,23 @@ def _extra_share(choice: Choice) -> float:
     """The same, as a share of the step without a limit."""
     of = choice.recomputation or choice.cuts
     return 0.0 if of is None else _extra_s(choice) / max(of.step_s, 1e-9)
+
+
+def _permitted(graph: Graph, listed: Sequence[int]) -> list[int]:
+    """An order that a graph permits, as near as possible to one that lists its operators."""
+    place = {index: at for at, index in enumerate(listed)}
+    left = {index: len(graph.predecessors(index)) for index in listed}
+    ready = [place[index] for index in listed if not left[index]]
+    order: list[int] = []
+    while ready:
+        index = listed[heappop(ready)]
+        order.append(index)
+        for later in graph.successors(index):
+            left[later] -= 1
+            if not left[later]:
+                heappush(ready, place[later])
+    graph.live_bytes(order)  # the planner's own check
+    return order
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:

@@ -178,9 +178,13 @@ class Reads:
         """Whether the step sets any attribute before it looks at it."""
         return any(key not in self._whole for key, _ in self._policies.places(Policy.WRITTEN))
 
+    def was_set(self, key: int, name: str) -> bool:
+        """Whether the last trace has set an attribute before it looked at it."""
+        return (key, name) in self._set_now
+
     def keep(self, key: int, name: str) -> None:
         """Has an attribute count as looked at, since what the step sets there cannot be set
-        again.
+        again, or not at each call.
         """
         self._policies.climb(Policy.READ, [(key, name)])
 

@@ -215,12 +215,6 @@ MATH: dict[str, Callable[..., float]] = {
     )
 }  # fmt: skip
 """Functions of Python's own that always give floats."""
-_FLOATS_OF_NUMPY = {
-    "sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "fabs", "sin", "cos", "tan", "arcsin", "arccos", "arctan",
-    "sinh", "cosh", "tanh", "arcsinh", "arccosh", "arctanh", "degrees", "radians", "deg2rad", "rad2deg",
-}  # fmt: skip
-"""Functions of NumPy that give a `numpy.float64` for a number of Python's."""
-
 _FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
 """Functions in C++ that take the factor of a moving average as a plain float, and its place among
 their arguments. They only hand it on.
@@ -315,45 +309,21 @@ def _comparison(function: Any) -> Callable[..., bool]:
     return method
 
 
-_OF_NUMPY = {
-    "add": "add",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "truediv",
-    "floor_divide": "floordiv",
-    "remainder": "mod",
-    "power": "pow",
-}
+_OF_NUMPY: Final = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "truediv", "floor_divide": "floordiv",
+    "remainder": "mod", "power": "pow",
+}  # fmt: skip
 """NumPy's names of operators, and Python's."""
-_MIRRORED = {
-    "less": "gt",
-    "less_equal": "ge",
-    "greater": "lt",
-    "greater_equal": "le",
-    "equal": "eq",
-    "not_equal": "ne",
-}
-"""NumPy's names of comparisons, and Python's names of those with the operands exchanged."""
 
 
 def _on_numpys_right(self: Any, function: Any, kind: str, *inputs: Any, **options: Any) -> Any:
     """What stands right of a `numpy.float64`, which is a float of Python's too, records the
-    operator or answers the comparison. What is given to a function that makes a float of one number
-    is recorded too. Other functions of NumPy, and its other numbers and arrays, calculate on their
-    own.
+    operator. Functions of NumPy, and its other numbers and arrays, calculate on their own.
     """
-    is_of_one = len(inputs) == 1 and getattr(sys.modules["numpy"], function.__name__, 0) is function
-    if kind == "__call__" and is_of_one and not options and function.__name__ in _FLOATS_OF_NUMPY:
-        return self.node.trace.scalar_call(function, (self.node.trace.scalar_call(float, inputs),))
-    if kind == "__call__" and len(inputs) == 2 and not options and inputs[1] is self:
-        left = inputs[0]
-        if (name := _OF_NUMPY.get(function.__name__)) and isinstance(left, float):
-            return getattr(self, f"__r{name}__")(left)
-        numpy = sys.modules["numpy"]
-        # For a comparison, NumPy has made an array without dimensions of its number.
-        is_number = type(left) is numpy.ndarray and left.ndim == 0 and left.dtype == numpy.float64
-        if (name := _MIRRORED.get(function.__name__)) and is_number:
-            return numpy.bool_(getattr(self, f"__{name}__")(float(left)))
+    name = _OF_NUMPY.get(function.__name__)
+    is_operator = name and kind == "__call__" and len(inputs) == 2 and not options
+    if is_operator and inputs[1] is self and isinstance(inputs[0], float):
+        return getattr(self, f"__r{name}__")(inputs[0])
     return self.node.to_numpy()
 
 
@@ -403,6 +373,7 @@ _ARITHMETIC: dict[str, Any] = {
 _OF_INTEGERS: dict[str, Any] = {
     **_both_sides("and or xor lshift rshift", _INTEGERS),
     "__invert__": _unary(operator.invert),
+    "__float__": lambda self: self.node._reached_python(),  # a count differs at each call
     "__index__": lambda self: self.node._given(),
     "bit_length": _of_value(int.bit_length),
     "bit_count": _of_value(lambda number: number.bit_count()),
@@ -472,16 +443,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     plain_new_tensor = torch.Tensor.new_tensor
 
-    def of_share(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(input: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
-            # Plain ones too, so that a trace with them records the same check of the range.
-            if is_live(q) or type(q) is float:
-                options = {"layout": torch.strided, "device": input.device}
-                q = aten.scalar_tensor.default(q, dtype=input.dtype, **options)
-            return function(input, q, *args, **kwargs)
-
-        return call
-
     def asking(function: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
         numpy = sys.modules.get("numpy")
         is_numpys = numpy is not None and isinstance(original, numpy.ufunc)
@@ -531,9 +492,6 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
     for name in ("tensor", "as_tensor"):
         yield torch, name, to_tensor(getattr(torch, name))
     yield torch.Tensor, "new_tensor", new_tensor
-    for name in ("quantile", "nanquantile"):
-        yield torch, name, of_share(getattr(torch, name))
-        yield torch.Tensor, name, of_share(getattr(torch.Tensor, name))
 
 
 def _made_tensor(

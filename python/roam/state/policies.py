@@ -75,12 +75,18 @@ class Retrace(Exception):
         climbs: the places whose policies have to climb first, by the policies that they get. None
             are there if what a trace relies on has been noted already: what the step looks at
             (`Reads`), or which compiled functions it calls.
-        first: what to do before the next trace.
+        settled: what a trace supposes to be set before it, for the next one to check.
+        first: what to do before the next trace; what is supposed to be set stays so.
     """
 
     def __init__(
-        self, climbs: dict[Policy, Collection[Hashable]] | None = None, *, first: Any = None
+        self,
+        climbs: dict[Policy, Collection[Hashable]] | None = None,
+        *,
+        settled: Any = None,
+        first: Any = None,
     ) -> None:
         super().__init__()
         self.climbs = climbs or {}
+        self.settled = settled
         self.first = first

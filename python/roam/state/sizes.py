@@ -43,6 +43,8 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 _CARRIERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIED: Final = 32
 """At how many points expressions with the same values are compared, for each end of the range."""
+_MANY: Final = 8
+"""If a number is the same for as many sizes in a row, a capture for these alone is worth it."""
 Monomial = tuple["Expression", ...]
 Text = str
 """`Expression` has a method of the name `str`, for which PyTorch asks."""
@@ -341,6 +343,32 @@ class Symbols:
                 if low < self.most[name]:
                     self._take(self.least, {**self.most, name: low})
 
+    def is_flat(self, found: Expression) -> bool:
+        """Whether an integer is what it is in the call for many values of each symbol that it
+        follows from.
+        """
+        if found.kind != "i":
+            return False
+        at, call = Evaluator([found], self.names).values, self.points[0]
+
+        def reaches(name: str, step: int) -> int:
+            """For how many values beyond the call's it is the same, `_MANY` at most."""
+            for count in range(1, _MANY + 1):
+                value = call[name] + step * count
+                if not self.least[name] <= value <= self.most[name]:
+                    return count - 1
+                try:
+                    if at(*{**call, name: value}.values()) != [found.value]:
+                        return count - 1
+                except (ArithmeticError, ValueError):
+                    return count - 1
+            return _MANY
+
+        return all(
+            1 + reaches(symbol.args[0], -1) + reaches(symbol.args[0], 1) >= _MANY
+            for symbol in found.atoms()
+        )
+
     def narrow_to_conditions(self) -> None:
         """Narrows the range to where conditions that the recording relies on hold.
 
@@ -365,7 +393,7 @@ class Symbols:
                 inside, outside = (middle, outside) if hold(name, middle) else (inside, middle)
             most[name] = inside
         if (least, most) != (self.least, self.most) and any(
-            most[name] > value for name, value in values.items()
+            least[name] < value or most[name] > value for name, value in values.items()
         ):
             self._take(least, most)
 
@@ -576,10 +604,15 @@ class Expression:
     # -- questions
 
     def guard_int(self, *_: object) -> Any:
-        """Code needs the number itself."""
-        if self.op != "constant":
+        """Code needs the number itself. If many sizes have it, as a number of chunks, the recording
+        relies on it from now on.
+        """
+        if self.op == "constant":
+            return self.args[0]
+        if not self.symbols.is_flat(self):
             self.symbols.refuse(f"the step needs the value of the size {self.text()} itself")
-        return self.args[0]
+        self.eq(self.wrap_int(self.value)).guard_bool()
+        return self.value
 
     guard_float = int_ = guard_int
 

@@ -26,13 +26,15 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, same, show
+from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_plain, same, show
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
+from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.nests import alike, leaves_of
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Place, Reach
+from roam.state.settings import Setting
 from roam.state.spaces import Items, Space
 from roam.torch_compat.private import FakeTensor, disable_current_modes, local_of, version_of
 
@@ -105,6 +107,27 @@ class Snapshot:
             if state is not None:
                 self._sources[number][2](state)
                 self._drawn[number] = state
+
+    def settings(self) -> list[Setting]:
+        """The changes of which `moved` tells, as settings. None are there unless all of them are
+        entries of dictionaries, or attributes, that now hold other plain values.
+        """
+        found: list[Setting] = []
+        for place, items, _ in self._changed():
+            space = place.space
+            if type(space) not in (MappingSpace, AttributesSpace, ClassNamesSpace):
+                return []
+            before = {_stand_in(key): value for key, value in items}
+            for key, value in space.items():
+                old = before.get(_stand_in(key), MISSING)
+                if (
+                    type(key) in (str, int)
+                    and (old is MISSING or is_plain(old))
+                    and is_plain(value)
+                    and not same(old, value)
+                ):
+                    found.append(Setting(space, key, old, value))
+        return found if len(found) == len(self.moved()) else []
 
     def following(self) -> dict[Policy, set[str]]:
         """The policies under which plans follow changes of which `moved` tells, each with the paths

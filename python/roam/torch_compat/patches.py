@@ -89,9 +89,7 @@ _NO_SPREAD_RANDOM = "all processes draw the same numbers, or the state is left e
 
 PATCHES: Final = (
     # Values and memory of tensors.
-    Patch("torch.Tensor", ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
-                           "numpy"), _VALUE, _NO_VALUE),
-    Patch("torch", ("is_nonzero", "equal", "allclose"), _VALUE, _NO_VALUE),
+    Patch("torch.Tensor", ("item", "__bool__", "__float__", "numpy"), _VALUE, _NO_VALUE),
     Patch("torch.Tensor", ("__repr__", "__str__", "__format__"), "printing a tensor shows its values", _NO_VALUE),
     Patch("torch.Tensor", ("data_ptr", "storage"), _REAL, _NO_REAL),
     Patch("torch.UntypedStorage", ("data_ptr", "_cdata", "device"), _REAL, _NO_REAL),
@@ -121,7 +119,7 @@ PATCHES: Final = (
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),
           "pickling fakes is refused; copies are recorded, and in `roam.fake` they are of the same mode",
           "a fake tensor leaves the step in a file or a copy; models that copy modules cannot be built of fakes"),
-    Patch("copy", ("_reconstruct",), "draws from copies of random generators of Python's or NumPy's are refused",
+    Patch("copy", ("_reconstruct",), "copies of random generators of Python's or NumPy's are refused",
           "a plan freezes what chance has decided at capture"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("print",), _MESSAGE, _NO_MESSAGE),
@@ -205,7 +203,6 @@ PATCHES: Final = (
           _PLAIN, _NO_PLAIN),
     Patch("torch", ("normal", "bernoulli"), _PLAIN, _NO_PLAIN),
     *(Patch(holder, ("dropout", "dropout_"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch._VF")),
-    *(Patch(holder, ("quantile", "nanquantile"), _PLAIN, _NO_PLAIN) for holder in ("torch", "torch.Tensor")),
     # Loaders of data.
     Patch("torch.utils.data.DataLoader", ("__iter__",), "a step that goes through a loader with processes is refused",
           "processes are started in a trace, and end with an error that names no remedy"),
@@ -214,7 +211,7 @@ PATCHES: Final = (
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.utils._foreach_utils", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.amp.GradScaler", ("_lazy_init_scale_growth_tracker", "step", "_maybe_opt_step"), _SCALER, _NO_SCALER),
-    Patch("<schedulers of the step>", ("step", "get_last_lr", "last_epoch", "_step_count", "_last_lr"),
+    Patch("<schedulers of the step>", ("step", "last_epoch", "_step_count"),
           "a scheduler's `step` is called after each run, on the real optimizer", "the learning rate never changes"),
     # Random generators.
     Patch("torch", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),

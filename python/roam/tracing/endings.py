@@ -725,7 +725,7 @@ def _attribute_endings(
 
     Raises:
         Retrace: an attribute holds something that is not made of tensors, numbers and plain
-            values. From then on it counts as looked at.
+            values, or only other traces have set it. From then on it counts as looked at.
     """
     program = recorder.program
     shared = _known(fake_state) | {
@@ -737,7 +737,7 @@ def _attribute_endings(
         if value is MISSING:
             continue  # a property, which has set something else
         skeleton, entries = _nest(recorder, reference, value, shared)
-        if skeleton is MISSING:
+        if skeleton is MISSING or not fake_state.reach.reads.was_set(key, name):
             fake_state.reach.reads.keep(key, name)
             raise Retrace
         program.effects.append(Overwrite(reference))

@@ -52,6 +52,7 @@ from roam.state.guards import ArgGuard, Guards
 from roam.state.policies import Policies, Policy, Retrace
 from roam.state.reach import Reach
 from roam.state.references import ArgumentReference, GradientReference, number_references
+from roam.state.settings import Setting, Settings, in_place
 from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
@@ -144,16 +145,60 @@ class CapturedStep:
     guards: Guards
     arguments: ArgGuard
     compiled: UsedCode
+    settings: list[Settings]
+    """What the step sets itself before it does what was captured; the guards expect it set."""
 
     def failure(self, call: StepCall) -> Misfit | None:
         """None if a call finds everything as capture did, else what changed."""
         return self.state_failure(call) or self.arguments.failure(call) or self.compiled.failure()
 
-    def state_failure(self, call: StepCall) -> Misfit | None:
-        """The same for the state alone."""
+    def state_failure(self, call: StepCall, *, is_first: bool | None = None) -> Misfit | None:
+        """The same for the state alone; what the step sets itself need not be set yet.
+
+        Args:
+            is_first: of the variant, as in `Settings`; None for any.
+        """
+        failure = self._guards_failure(call)
+        return None if failure is None or self.pending(call, is_first=is_first) else failure
+
+    def pending(self, call: StepCall, *, is_first: bool | None = None) -> Settings | None:
+        """What has to be set, as the step would, for a call to find all as capture did; None if
+        that is nothing, or if there is more to it.
+        """
+        if not self.settings or self._guards_failure(call) is None:
+            return None
+        return next((one for one in self.settings if self._waits_for(one, is_first)), None)
+
+    def _guards_failure(self, call: StepCall) -> Misfit | None:
         if self.guards not in call.asked:
             call.asked[self.guards] = self.guards.failure()
         return call.asked[self.guards]
+
+    def _waits_for(self, settings: Settings, is_first: bool | None) -> bool:
+        if is_first not in (None, settings.is_first) or not settings.is_pending():
+            return False
+        with in_place(settings.all):
+            return self.guards.failure() is None
+
+    def sets_too(self, other: CapturedStep) -> bool:
+        """Takes over what another capture has found that the step sets, if that one is the same
+        apart from this. Returns whether it is.
+        """
+        (settings,) = other.settings
+        pairs = (self.first, other.first) if settings.is_first else (self.steady, other.steady)
+        mine, its = (None if one is None else one.as_written for one in pairs)
+        if (
+            mine is None
+            or its is None
+            or self.guards is not other.guards
+            or mine.lacking != its.lacking
+            or _absent(mine) != _absent(its)
+            or not asks_the_same(mine, its)
+            or difference(mine, its) is not None
+        ):
+            return False
+        self.settings[:] = [settings, *self.settings][:_MOST_KNOWN]
+        return True
 
 
 @dataclass(slots=True)
@@ -253,6 +298,21 @@ class Known:
         found = next(alike, guards)
         self.guards.add(found)
         return found
+
+
+@dataclass(slots=True)
+class _Settled:
+    """Plain values that a step sets, maybe to the same whatever they are.
+
+    Attributes:
+        settings: these.
+        program: what the step does where they are not set yet.
+        refusal: to be raised if it does something else where they are.
+    """
+
+    settings: list[Setting]
+    program: Program
+    refusal: CaptureError
 
 
 def capture(
@@ -372,12 +432,17 @@ def capture_step(
             with marked_fakes() as are_left:
                 while True:
                     try:
-                        captured = _captured(call)
-                        doubted = None
-                        return captured
+                        # Captured as if all that the step sets were set, as it is next time.
+                        with in_place(call.settings):
+                            captured = _captured(call)
+                            doubted = None
+                            return captured
                     except Retrace as found:
                         if found.first is not None:
-                            found.first()
+                            with in_place(call.settings):
+                                found.first()
+                            continue
+                        call.settled = found.settled
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
@@ -387,13 +452,16 @@ def capture_step(
                             if not trusted:
                                 doubted = known.policies.copy(), error
                             known.climb(Policy.FIXED, trusted or grown)
-                            trusted = set()
+                            trusted, call.settled = set(), None
                             continue
                         if doubted is not None and doubted[1].code != error.code:
                             doubted = None  # the lists stay fixed
                         elif doubted is not None and doubted[1].settles and not error.settles:
                             # The step can be captured with these lists once it has run.
                             raise doubted[1] from None
+                        if call.settled is not None and error.code == "step_raised":
+                            # It was run with less than it leaves at once.
+                            raise call.settled.refusal from error
                         raise
         finally:
             if doubted is not None:
@@ -412,6 +480,7 @@ class _Call:
             `capture_step`.
         reads: what is known of the attributes that the step looks at.
         lacking: paths of the gradients that are not there if an earlier plan has freed them.
+        settled: what the step is supposed to have set.
     """
 
     train_step: Callable[..., Any]
@@ -423,6 +492,12 @@ class _Call:
     sized: SizedKernels | None
     reads: Reads = field(default_factory=Reads)
     lacking: set[str] = field(default_factory=set)
+    settled: _Settled | None = None
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What the next trace supposes to be set."""
+        return [] if self.settled is None else self.settled.settings
 
     def reached(self, taken: Taken) -> Reach:
         """What the step can reach, with the arguments taken apart like this."""
@@ -478,6 +553,8 @@ def _captured(call: _Call) -> CapturedStep:
             # An argument whose very value Python needs cannot be live; it is guarded by value
             # instead, and so is a float that decides something.
             floats, programs = (), tracer.programs(live_arguments=False)
+        if call.settled is not None and not _is_settled(call.settled, programs[0]):
+            raise call.settled.refusal
         kept = list(number_references(reach, known.policies.places(Policy.COUNTED)))
         if (kept or not _has_known_optimizers(reach)) and not tracer.does_the_same(
             programs[0], live_numbers=False
@@ -540,7 +617,8 @@ def _captured(call: _Call) -> CapturedStep:
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         first_step = _first(first, name, guards)
-        return CapturedStep(first_step, None, guards, arguments, known.regions.used())
+        settings = [Settings(call.settings, is_first=True)] if call.settings else []
+        return CapturedStep(first_step, None, guards, arguments, known.regions.used(), settings)
     if steady is not first and call.sized is None:
         known.add(steady)
     carried = {
@@ -558,7 +636,16 @@ def _captured(call: _Call) -> CapturedStep:
         guards,
         arguments,
         known.regions.used(),
+        [Settings(call.settings, is_first=not is_steady)] if call.settings else [],
     )
+
+
+def _is_settled(settled: _Settled, after: Program) -> bool:
+    """Whether the step does the same where the values are set as it did before, except for setting
+    them.
+    """
+    before = settled.program
+    return asks_the_same(before, after) and difference(before, after) is None
 
 
 def _freed_before(program: Program) -> set[str]:
@@ -837,7 +924,7 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if has_moved:
-                    raise self._followed(faked)
+                    raise self._followed(faked, programs)
                 if (
                     only_first
                     or program.unsettled is not None
@@ -926,9 +1013,10 @@ class _Tracer:
         program = assign_early(program)
         return known.pruned(program) if self.call.sized is None else prune(program)
 
-    def _followed(self, faked: _Faked) -> Exception:
-        """What to raise for changes of Python state: `Retrace` with the policies that follow them,
-        or else the refusal.
+    def _followed(self, faked: _Faked, programs: list[Program]) -> Exception:
+        """What to raise for changes of Python state that the last of these programs has made:
+        `Retrace` with the policies that follow them, or with what to set before, or else the
+        refusal.
         """
         found = {
             policy: self.call.known.policies.below(policy, paths)
@@ -940,6 +1028,11 @@ class _Tracer:
         if climbs:
             return Retrace(climbs)
         moved = faked.moved()
+        if self.call.settled is None and len(programs) == 1 and not faked.switches.moved():
+            settings = faked.inside.settings()
+            if settings:
+                refusal = _refusal(moved, [], may_settle=True)
+                return Retrace(settled=_Settled(settings, programs[0], refusal))
         lasting = self._lasting(faked)
         return _refusal(moved, lasting, may_settle=not faked.switches.moved() and not lasting)
 

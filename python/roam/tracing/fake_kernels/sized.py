@@ -207,6 +207,8 @@ class SizedKernels:
             one.container is not first.container or len(one.items) != len(first.items)
             for one in found
         ):
+            if func is aten.split.Tensor:
+                _count_of_parts(*given[0])
             self.symbols.narrow_to_conditions()
             self._refuse(f"{func} gives other results for other sizes")
         self._note_products([tensor for tensor in map(layout_of, tensors) if tensor is not None])
@@ -444,6 +446,11 @@ class SizedKernels:
 
     def _refuse(self, reason: str) -> NoReturn:
         self.symbols.refuse(reason)
+
+
+def _count_of_parts(tensor: Any, size: Any, dim: int = 0) -> int:
+    """Into how many parts of a size a tensor is split, on which the recording relies."""
+    return int((tensor.shape[dim] + size - 1) // size)
 
 
 def signature(layout: Layout, plain: int) -> tuple[Any, ...]:

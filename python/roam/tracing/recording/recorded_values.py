@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.own_code import is_own_file
-from roam.program.checks import check
+from roam.program.checks import check, holds
 from roam.program.ir import Call, ComputedGuard, Program, Ref, Source, ref_to
 from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
@@ -214,9 +214,7 @@ class Values(Slots):
                 source=source,
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
-        live.node.is_numpys = function not in _GIVE_PYTHONS and (
-            type(function).__name__ == "ufunc" or any(map(is_of_numpy, operands))
-        )
+        live.node.is_numpys = function not in _GIVE_PYTHONS and any(map(is_of_numpy, operands))
         self.program.calls.append(
             Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
         )
@@ -356,7 +354,7 @@ class Values(Slots):
         self.program.calls.append(call)
         if func is aten.allclose.default and phase == "backward":
             # The gradient of `linalg.svd` asks, in C++, and raises an error where it is not so.
-            self._add_check(live.node.slot, True, phase, source)
+            self._add_check(live.node.slot, True, phase, source, holds)
             return True
         return self._known_answer(live.node.slot, func, phase, source)
 
@@ -376,10 +374,12 @@ class Values(Slots):
             self._add_check(slot, answer, phase, source)
         return answer
 
-    def _add_check(self, slot: int, answer: bool, phase: str, source: Source) -> None:
+    def _add_check(
+        self, slot: int, answer: bool, phase: str, source: Source, by: Callable[..., None] = check
+    ) -> None:
         """Has runs check a value."""
         self.program.calls.append(
-            Call(check, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
+            Call(by, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
         )
 
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
@@ -519,7 +519,7 @@ class Values(Slots):
                 lambda func, *args: self._call(func, args, {}, call.phase, call.source)  # type: ignore[attr-defined]
             )
             slot = self._slot_of_argument(flag, call.target, call.source)
-            self._add_check(slot, True, call.phase, call.source)
+            self._add_check(slot, True, call.phase, call.source, holds)
         if answer is None:
             self.refuse_shape(call.name, call.source)
         with disable_current_modes():

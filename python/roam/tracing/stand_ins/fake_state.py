@@ -95,17 +95,17 @@ class FakeState:
         reach: Reach,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        policies: Policies | None = None,
+        policies: Policies,
         *,
-        taker: Taker | None = None,
-        asks_kernels: bool = False,
-        remembered: Remembered | None = None,
-        reliance: Reliance | None = None,
-        regions: Regions | None = None,
-        layouts: dict[Any, Any] | None = None,
-        integers: Collection[int] = (),
-        lacking: Collection[str] = (),
-        sized: SizedKernels | None = None,
+        taker: Taker,
+        asks_kernels: bool,
+        remembered: Remembered,
+        reliance: Reliance,
+        regions: Regions,
+        layouts: dict[Any, Any],
+        integers: Collection[int],
+        lacking: Collection[str],
+        sized: SizedKernels | None,
     ) -> None:
         """The fake state of a call.
 
@@ -129,14 +129,11 @@ class FakeState:
         self.reach, self.lacking = reach, lacking
         self.integers = integers
         self.growing = GrowingLists(reach.growing, reach.code)
-        self.layouts: dict[Any, Any] = {} if layouts is None else layouts
-        self.regions = Regions() if regions is None else regions
-        self.reliance = Reliance() if reliance is None else reliance
-        self.policies = Policies() if policies is None else policies
+        self.layouts, self.regions, self.reliance = layouts, regions, reliance
+        self.policies, self.taker = policies, taker
         self.optimizers: list[torch.optim.Optimizer] = [
             optimizer for _, optimizer in reach.optimizers
         ]
-        self.taker = Taker() if taker is None else taker
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
         containers = containers_in((args, kwargs), self.taker.closed)

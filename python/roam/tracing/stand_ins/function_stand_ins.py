@@ -21,7 +21,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import STREAMS, Replacement, replaced
+from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -37,6 +37,7 @@ from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.fake_kernels.cache import tensors_in
 from roam.tracing.fakes.fake_identity import is_parameter
 from roam.tracing.fakes.gradient_history import watched_engine
+from roam.tracing.numbers.number_conversions import conversions, only_calling
 from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
 from roam.tracing.recording import composite_gradients, composite_spectra, custom_ops, multi_tensor
@@ -146,6 +147,9 @@ def stand_ins_placed(
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    def as_float(tensor: Any) -> float:
+        return float(tensor.item())  # C++ would ask for the number as for an integer
+
     plain_numpy = torch.Tensor.numpy
 
     def numpy(tensor: Any, **options: Any) -> Any:
@@ -225,6 +229,7 @@ def stand_ins_placed(
 
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
+        replace(torch.Tensor, "__float__", as_float)
         replace(torch.Tensor, "numpy", numpy)
         replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
@@ -300,6 +305,10 @@ def stand_ins_placed(
         stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
+        for name, stand_in in conversions(recorder).items():
+            function = _in_trace(recorder, getattr(builtins, name), stand_in)
+            calling = only_calling(tables, fake_state.reach.code, name)
+            stack.enter_context(globals_added(calling, name, function))
         stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
