@@ -69,6 +69,15 @@ def test_poison_in_a_pool_finds_nothing(name: str, tmp_path: Path) -> None:
     assert_same_bits(expected, trained(step, perceptron(**options)))
 
 
+def test_a_first_step_that_makes_more_than_there_was(tmp_path: Path) -> None:
+    """Parameters are less than half of the limit, and with their state more than it."""
+    made = perceptron(foreach=False)
+    held_bytes = sum(one.nbytes for one in made[0].parameters())
+    step = paged(tmp_path, memory=(23 * held_bytes) // 10)
+    assert_same_bits(trained(clipped, perceptron(foreach=False)), trained(step, made))
+    assert step.memory().total_bytes < persistent_bytes(*made)
+
+
 def averaged(model: Any, average: Any) -> None:
     with torch.no_grad():
         for one, other in zip(average.parameters(), model.parameters(), strict=True):

@@ -820,8 +820,16 @@ class _Chooser:
     def _left(self, limit_bytes: int) -> int:
         """What there is beside what is there before the step."""
         held_bytes = self.plain.plan.persistent_bytes
-        is_paged = self._tier is not None and _is_paged(held_bytes, limit_bytes)
+        is_paged = self._tier is not None and self._is_paged(held_bytes, limit_bytes)
         return limit_bytes if is_paged else limit_bytes - held_bytes
+
+    def _is_paged(self, held_bytes: int, limit_bytes: int) -> bool:
+        """As the function of this name, of what is there before the step or after it: a first step
+        makes the optimizer's state.
+        """
+        program = self._variant.program
+        made_bytes = sum(program.storages[number].size_bytes for number in program.leaving())
+        return _is_paged(held_bytes + made_bytes, limit_bytes)
 
     def _anew(self, left_bytes: int) -> Choice | None:
         """A plan within a limit that runs again what it chooses, and not what the user's
@@ -917,7 +925,7 @@ class _Chooser:
         """A plan within a limit in which calls run again and, where there is a tier, tensors are
         offloaded: the one of the least extra time that is found.
         """
-        if self._tier is None or not _is_paged(best.plan.persistent_bytes, limit_bytes):
+        if self._tier is None or not self._is_paged(best.plan.persistent_bytes, limit_bytes):
             return self._offloading(limit_bytes, lowering, best, pool)
         found: list[Choice] = []
         if best.plan.persistent_bytes < limit_bytes:
