@@ -44,12 +44,12 @@ gc.disable()
 os.environ["ROAM_CACHE"] = "0"
 
 _DURATIONS = Path(__file__).with_name("durations.json")
-_SLOW_S = 0.7
+_SLOW_S = 0.35
 """Tests that took longer at the last `make durations`, all parameters together, are left out of
 `make quick`, so that it takes about two minutes on two idle cores."""
 _BRIEF_S = 0.5
 """Of a test whose parameters took longer, all together, `--brief` runs as many as fit."""
-_BRIEF_CASE_S = 5.0
+_BRIEF_CASE_S = 3.5
 """A case that took longer is left out by `--brief`."""
 
 
