@@ -243,6 +243,55 @@ def test_sizes_that_are_equal_where_they_are_planned_for_may_differ() -> None:
     assert sizes_of(step)[0].largest() == (79, 79)
 
 
+@pytest.mark.parametrize("limit_bytes", [5 << 20, 4 << 20])
+def test_tiles_of_one_size_run_at_no_other(limit_bytes: int) -> None:
+    """The gradient of a mean is divided by how many elements there are, and the logits are cut."""
+    outcomes, step = [], None
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4000))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def train(x: torch.Tensor, net: Any = net, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).tanh().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        function: Any = train
+        if is_planned:
+            function = step = roam.compile(train, memory=limit_bytes)
+        generator = torch.Generator().manual_seed(1)
+        losses = [function(torch.randn(rows, 16, generator=generator)) for rows in (40, 90, 60, 33)]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert step is not None
+    cut = [any(runner.choice.cuts for runner in one.runners) for one in step._captures]
+    assert any(cut)
+    assert not any(sizes and is_cut for sizes, is_cut in zip(sizes_of(step), cut, strict=True))
+
+
+def test_a_plan_for_given_sizes_that_needs_tiles_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4000))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).tanh().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = roam.compile(train, sizes={"x": {0: 90}}, memory=4 << 20)
+    with pytest.raises(roam.PlanError, match="with sizes=False each size has a plan of its own"):
+        step(torch.randn(40, 16))
+    assert not optimizer.state
+    step = roam.compile(train, sizes=False, memory=4 << 20)
+    step(torch.randn(90, 16))
+    assert step._captures[0].runners[-1].choice.cuts
+
+
 def test_two_sizes_change_apart() -> None:
     step = run_both([(4, 8), (3, 11), (4, 9), (2, 11), (3, 8), (4, 16)])
     assert len(step._captures) == 2

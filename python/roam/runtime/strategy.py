@@ -55,6 +55,7 @@ from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 from roam.state.references import StateReference
+from roam.state.sizes import follows
 from roam.tracing.step import Variant
 
 Effort = Literal["order", "runs", "all"]
@@ -604,7 +605,8 @@ class _Chooser:
             if not error.code.startswith("memory_"):
                 raise
             failure = error
-        if self._cuts and (best is None or _extra_share(best) > _LITTLE):
+        is_cut = self._may_cut and not self._has_many_sizes
+        if is_cut and (best is None or _extra_share(best) > _LITTLE):
             untried, self._untried = self._untried, None
             by_tiles = self._tiled_within(limit_bytes)
             if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
@@ -613,8 +615,13 @@ class _Chooser:
         if best is not None:
             return best
         assert failure is not None, "nothing was found"
-        if not self._cuts:
+        if not self._may_cut:
             raise failure
+        if self._has_many_sizes:
+            raise _continued(
+                failure,
+                "In a plan for many sizes no operators are cut into tiles; with sizes=False each size has a plan of its own",
+            )
         told = (
             "This holds for whole operators; with operators cut into tiles no plan was found either"
         )
@@ -629,10 +636,21 @@ class _Chooser:
         raise refusal
 
     @property
-    def _cuts(self) -> bool:
-        """Whether operators may be cut into tiles."""
+    def _may_cut(self) -> bool:
+        """Whether operators may be cut into tiles, if the plan is for one size."""
         is_tried = self._is_real and self._variant.device.type == "cpu"
         return is_tried and self._effort == "all" and self._streams == 1 and self._tier is None
+
+    @property
+    def _has_many_sizes(self) -> bool:
+        """Whether the plan is to hold for other sizes, too. A tile has numbers of its own that do
+        not follow from them, and its bits are tried at one size.
+        """
+        program = self._variant.program
+        metas = (meta for meta in program.slots if meta is not None)
+        return any(follows((meta.shape, meta.stride)) for meta in metas) or any(
+            follows((call.args, call.kwargs)) for call in program.calls
+        )
 
     def _tiled_within(self, limit_bytes: int) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is

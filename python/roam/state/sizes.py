@@ -1113,6 +1113,11 @@ def expressions_in(value: Any) -> Iterator[Expression]:
             yield from expressions_in(item)
 
 
+def follows(value: Any) -> bool:
+    """Whether a nest has a number that follows from symbols."""
+    return next(expressions_in(value), None) is not None
+
+
 def replaced(value: Any, new: Callable[[Any], Any]) -> Any:
     """A nest with `new` of each number that follows from symbols; the nest itself if there is
     none.
