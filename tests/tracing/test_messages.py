@@ -210,7 +210,6 @@ SHOWN: Final[dict[str, Show]] = {
     "walrus": lambda my, loss, x: print(number := loss.item(), number),
     "counter": counted,
     "rate": lambda my, loss, x: print(f"rate {my.optimizer.param_groups[0]['lr']:.2e}"),
-    "branch": one_way,
     "gradients": all_gradients,
     "function": by_way_of_a_function,
     "counts": counts,
@@ -368,6 +367,7 @@ BESIDE: Final[dict[str, Show]] = {
     "%.3f beside plain values": lambda my, loss, x: print(
         "%.4f%.3f0" % (0.5, loss.item()), "%.3f0%.4f" % (loss.item(), 0.5), "%5s %.1f" % ("a", loss.item()), "%.1f%.1f" % (0.5, loss.item())
     ),
+    "branch": one_way,
     "schedule": scheduled,
     "changed in place": before_and_after,
     "variable that is read once": in_a_variable,
