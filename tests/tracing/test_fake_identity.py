@@ -125,7 +125,6 @@ EQUAL: dict[str, Ask] = {
     "attribute": lambda my, x, loss: getattr(my.weight, "noted", 1) + hasattr(my.weight, "other"),
     "grad_fn": lambda my, x, loss: len(loss.grad_fn.name()),
     "same memory": lambda my, x, loss: x.is_set_to(x.view_as(x)) + 2 * x.is_set_to(x[1:]) + 4 * x.is_set_to(x.clone()),
-    "comparison": lambda my, x, loss: int(loss.item() > 0) + 2 * torch.equal(x, my.weight) + 4 * torch.allclose(loss, loss),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[Ask, str]] = {
@@ -175,6 +174,9 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "item": (lambda my, x, loss: hash(loss.item()), "value_reached_python"),
     "repr": (lambda my, x, loss: len(repr(x)), "value_reached_python"),
     "text": (lambda my, x, loss: len(f"{loss}"), "value_reached_python"),
+    "comparison": (lambda my, x, loss: int(loss.item() > 0), "value_reached_python"),
+    "equal": (lambda my, x, loss: 2 * torch.equal(x, my.weight), "value_reached_python"),
+    "allclose": (lambda my, x, loss: 4 * torch.allclose(loss, loss), "value_reached_python"),
 }
 
 
