@@ -163,7 +163,14 @@ def test_what_a_plan_cannot_change_is_changed_between_two_calls(
             losses.append(step(torch.randn(8, 4)))
         return tensors_and_numbers([losses, state.head.state_dict(), state.net.state_dict()])
 
-    with pytest.raises(roam.CaptureError, match="outside of the step, between two calls") as caught:
-        results(roam.compile, inside=True)
-    assert caught.value.code == "moved"
+    if change is _add_group:  # a call that does so runs as it is
+        assert_same_bits(
+            results(lambda step: step, inside=True), results(roam.compile, inside=True)
+        )
+    else:
+        with pytest.raises(
+            roam.CaptureError, match="outside of the step, between two calls"
+        ) as caught:
+            results(roam.compile, inside=True)
+        assert caught.value.code == "moved"
     assert_same_bits(results(lambda step: step, inside=False), results(roam.compile, inside=False))
