@@ -213,6 +213,7 @@ class Lazy(Recorder):
         count = len(storages)
         gone = WeakStorage(torch.UntypedStorage(0))
         self._storages = [begun.storages.get(number, gone) for number in range(count)]
+        self._living = {number for number, seen in enumerate(storages) if seen.creator >= 0}
         self._numbers = {one: number for one, number in begun.numbers.items() if number < count}
         self._weak = [one or GONE for one in begun.tensors[: len(slots)]]
         self._ids = {
@@ -642,14 +643,13 @@ class Lazy(Recorder):
         return {one for one in numbers if storages[one].creator >= 0 and one not in there}
 
     def _alive(self) -> frozenset[int]:
-        storages, held = self.recording.storages, self._held
-        return frozenset(
+        alive, held = super()._alive(), self._held
+        ours = {
             number
-            for number, storage in enumerate(self._storages)
-            if storages[number].creator >= 0
-            and not storage.expired()
-            and (number not in held or storage_uses(storage_pointer(storage_of(held[number]))) > 1)
-        )
+            for number in alive & held.keys()
+            if storage_uses(storage_pointer(storage_of(held[number]))) < 2
+        }
+        return alive - ours
 
     def advance(self, asked: Collection[int] = (), *, is_end: bool = False) -> None:
         """Runs what has been issued, and makes what is asked for."""
@@ -694,15 +694,16 @@ class Lazy(Recorder):
         """
         storages, slots = self.recording.storages, self.recording.slots
         there, again = self._made_again(now=True) - asked, self._made_again(now=False) - asked
-        ways: list[tuple[list[int], set[int], set[int]]] = []
-        """In which entries run, and which storages are kept and freed."""
+        ways: list[tuple[list[int], set[int], set[int], set[int]]] = []
+        """In which entries run, and which storages are made, kept and freed."""
         for keeps, frees in ((True, False), (False, False), (False, True)):
             freed = there & self._filled if frees else set()
             needs = wanted | freed & (
                 self._used | self._made_of(freed, self._dirty) | (alive if is_end else set())
             )
             index = self._entries(needs, freed)
-            made = {number for number, seen in enumerate(storages) if seen.creator in index}
+            runs = set(index)
+            made = {number for number, seen in enumerate(storages) if seen.creator in runs}
             kept = {
                 number
                 for number in made & alive
@@ -710,17 +711,16 @@ class Lazy(Recorder):
             }
             if not keeps and not is_end:
                 kept -= again
-            if not ways or freed or kept != ways[-1][1]:
-                ways.append((index, kept, freed))
-        for index, kept, freed in ways:
-            is_last = freed is ways[-1][2]
+            if not ways or freed or kept != ways[-1][2]:
+                ways.append((index, made, kept, freed))
+        for index, made, kept, freed in ways:
+            is_last = freed is ways[-1][3]
             try:
                 planned, draws = self._planned(index, kept, freed, is_end=is_end, is_last=is_last)
             except PlanError as error:
                 if is_last or not error.code.startswith("memory_"):
                     raise
                 continue
-            made = {number for number, seen in enumerate(storages) if seen.creator in index}
             lacking = (self._lacking(alive) | (freed | made) & alive) - kept
             held = {
                 number: self._held[number]
@@ -766,19 +766,33 @@ class Lazy(Recorder):
         """Those of the storages that are made, at some remove, of what is written to, or by an
         operator of which another result is.
         """
-        known: dict[int, bool] = {}
+        if not numbers or not written:
+            return set()
+        users, found, left = self._users(), set[int](), list(written)
+        while left:
+            number = left.pop()
+            for index in users.get(number, ()):
+                new = self._made_by(index) - found - {number}
+                found |= new
+                left += (one for one in new if self.recording.storages[one].creator >= 0)
+        return found.intersection(numbers)
 
-        def is_of(number: int) -> bool:
-            if number not in known:
-                known[number] = False
-                entries = (self.recording.entries[at] for at in self._history(number))
-                used = set().union(*map(self._of, entries)) - {number}
-                known[number] = bool(used & written) or any(
-                    is_of(one) for one in used if self.recording.storages[one].creator >= 0
-                )
-            return known[number]
+    def _users(self) -> dict[int, list[int]]:
+        """For each storage, the entries that use, make or change it."""
+        users: dict[int, list[int]] = {}
+        for index, entry in enumerate(self.recording.entries):
+            if entry.kind != "settle":
+                for number in self._of(entry):
+                    users.setdefault(number, []).append(index)
+        return users
 
-        return {number for number in numbers if is_of(number)} if written else set()
+    def _made_by(self, index: int) -> set[int]:
+        """The storages that an entry makes or writes to."""
+        entry, slots = self.recording.entries[index], self.recording.slots
+        made = {slots[one.slot].storage for one in entry.results if type(one) is Made}
+        return {one for one in made if self.recording.storages[one].creator == index} | {
+            slots[slot].storage for slot in entry.writes
+        }
 
     def _sources(self, numbers: Collection[int]) -> dict[int, int]:
         """The storages from outside that these are made of, at some remove, each with a slot."""
@@ -823,9 +837,8 @@ class Lazy(Recorder):
             if entry.kind != "kernel":
                 always.update(one for one in written if recording.storages[one].creator >= 0)
             changed.update(dict.fromkeys(written, index))
-        again = {
-            number for number, one in enumerate(recording.storages) if one.creator >= 0
-        } - always
+        made = {number for number, one in enumerate(recording.storages) if one.creator >= 0}
+        again = made - always
         known: dict[int, bool] = dict.fromkeys(waits, True)
 
         def may_run(index: int) -> bool:
@@ -837,25 +850,21 @@ class Lazy(Recorder):
                 )
             return known[index]
 
-        while True:
-            less = {
-                number
-                for number in again
-                if all(
-                    may_run(index)
-                    and (
-                        index in waits
-                        or all(
-                            one in again or recording.storages[one].creator < 0
-                            for one in self._of(recording.entries[index])
-                        )
-                    )
-                    for index in self._history(number)
-                )
-            }
-            if less == again:
-                return again
-            again = less
+        users = self._users()
+        stuck = {
+            index
+            for index in range(len(recording.entries))
+            if self._made_by(index) & made and not may_run(index)
+        }
+        lost = [*always, *(one for index in stuck for one in self._made_by(index) & made)]
+        while lost:
+            number = lost.pop()
+            again.discard(number)
+            for index in users.get(number, ()):
+                if index not in waits and index not in stuck:
+                    stuck.add(index)
+                    lost += self._made_by(index) & again
+        return again
 
     def _runs_again(self, index: int) -> bool:
         """Whether an entry makes the same bits from the same tensors."""

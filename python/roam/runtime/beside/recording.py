@@ -144,6 +144,8 @@ class Recorder(HiddenMode):
         self._weak: list[weakref.ref[torch.Tensor]] = []
         self._numbers: dict[int, int] = {}
         self._storages: list[WeakStorage] = []
+        self._living: set[int] = set()
+        """Those that the call has made and that had not expired when this was last asked."""
         self._parameters: set[int] = set()
 
     def __torch_dispatch__(
@@ -244,12 +246,8 @@ class Recorder(HiddenMode):
         return self.recording
 
     def _alive(self) -> frozenset[int]:
-        seen = self.recording.storages
-        return frozenset(
-            number
-            for number, storage in enumerate(self._storages)
-            if seen[number].creator >= 0 and not storage.expired()
-        )
+        self._living = {one for one in self._living if not self._storages[one].expired()}
+        return frozenset(self._living)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, OpOverload):
@@ -392,6 +390,8 @@ class Recorder(HiddenMode):
         if creator < 0 and storage.resizable():  # whatever NumPy gets later
             note_known(storage)
         self._storages.append(WeakStorage(storage))
+        if creator >= 0:
+            self._living.add(number)
         self.recording.storages.append(Seen(storage.nbytes(), creator, name))
         return number
 
