@@ -8,8 +8,9 @@ the whole step that `roam.compile` captures: an update cannot follow its gradien
 backward operator cannot write into a saved activation.
 
 A graph is planned once for each combination of shapes and strides of its arguments and of how they
-share memory, at the first call that brings it. A graph that cannot be planned exactly runs as it
-is, and a warning says why.
+share memory, at the first call that brings it. If Dynamo says that sizes follow from symbols, one
+plan holds for a range of them, as in `roam.compile` (`roam.runtime.graph_ranges`). A graph that
+cannot be planned exactly runs as it is, and a warning says why.
 
 With a memory limit, forward and backward of one graph are cut and planned so that both keep within
 the limit, and a graph that cannot be planned is refused.
@@ -18,7 +19,7 @@ the limit, and a graph that cannot be planned is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,10 +37,15 @@ from roam.memory_limit import MemoryLimit
 from roam.program.collectives import sequences
 from roam.report.progress import Progress
 from roam.runtime.executor import Executor
+from roam.runtime.graph_ranges import recorded_range
 from roam.runtime.log import logger
 from roam.runtime.partition import Partition
 from roam.runtime.pool import Pool
+from roam.runtime.ranges import at_largest, limit_to_kernels, with_room
 from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
+from roam.state.argument_sizes import ArgumentSizes, Larger, lies
+from roam.state.equality import MISSING, Misfit
+from roam.state.sizes import OneLength
 from roam.switch import is_disabled
 from roam.torch_compat.private import (
     aot_autograd,
@@ -52,10 +58,13 @@ from roam.torch_compat.private import (
 )
 from roam.tracing.frontends.aot import record_graph
 from roam.tracing.frontends.compiled_blocks import with_compiled_blocks
+from roam.tracing.frontends.graph_sizes import has_symbols
 from roam.tracing.numbers.rng import watched
 from roam.tracing.step import Variant
 
 _PLANNED_DEVICES = ("cpu", "cuda")
+_TRIES = 3
+"""How often a plan for a range of sizes is looked for, for one graph."""
 
 Boxed = Callable[[list[Any]], Any]
 """A graph to call: it empties the list of its arguments, so that they can die during the call."""
@@ -177,6 +186,12 @@ class PlannedGraph:
         self._run_unplanned: Boxed = run_unplanned(module, [])
         self._plans: dict[object, _Planned | None] = {}
         """By `_signature`; None if there is no plan."""
+        self._ranges: list[_Planned] = []
+        """Plans for ranges of sizes, the latest last."""
+        self._tries = _TRIES
+        """How often a range may still be looked for."""
+        if options.memory is not None or options.kernels != "eager" or not has_symbols(module):
+            self._tries = 0
         self._lock = threading.Lock()
 
     def run(self, args: list[Any]) -> Any:
@@ -193,33 +208,57 @@ class PlannedGraph:
                     code="memory_unplanned",
                 )
             return self._run_unplanned(args)
-        if signature not in self._plans:
+        planned = self._found(signature, args)
+        if planned is MISSING:
             with self._lock:
                 if self._options.memory is not None and len(self._plans) == self._max_plans:
                     self._plans.pop(next(iter(self._plans)))  # every call has a plan then
-                if signature not in self._plans and len(self._plans) < self._max_plans:
+                planned = self._found(signature, args)
+                if planned is MISSING and (
+                    self._larger(signature, args) is not None or not self._is_full()
+                ):
                     return self._first_run(signature, args)
-        planned = self._plans.get(signature)
-        if planned is None:
+        if not isinstance(planned, _Planned):
             return self._run_unplanned(args)
         try:
             return planned.run(args)
         except ExecutionError as error:
             # There is no memory for the pool, and nothing has been changed.
             is_joined = planned.joins_processes and error.code != "out_of_memory"
-            if self._options.memory is not None or is_joined:
+            if self._options.memory is not None or is_joined or not args:
                 raise
             logger.warning("%s runs without a plan this time: %s", self._name, error)
             return self._run_unplanned(args)
 
-    def _first_run(self, signature: object, args: list[Any]) -> Any:
+    def _is_full(self) -> bool:
+        return len(self._plans) + len(self._ranges) >= self._max_plans
+
+    def _found(self, signature: tuple[Any, ...], args: list[Any]) -> Any:
+        """The plan for a call; None if it is to run without, and `MISSING` if there is none."""
+        if signature in self._plans:
+            return self._plans[signature]
+        return next((one for one in self._ranges if one.failure(signature, args) is None), MISSING)
+
+    def _larger(
+        self, signature: tuple[Any, ...], args: list[Any]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """The place of a plan for a range that would hold for a call if it were made for larger
+        sizes, and these; None if there is none.
+        """
+        for place, planned in enumerate(self._ranges):
+            failure = planned.failure(signature, args)
+            if isinstance(failure, Larger):
+                return place, failure.values
+        return None
+
+    def _first_run(self, signature: tuple[Any, ...], args: list[Any]) -> Any:
         """Plans, and runs with every result checked. If anything goes wrong it is undone, and the
         graph runs as it is.
         """
-        planned = None
+        planned, larger = None, self._larger(signature, args)
         try:
             with Progress(f"planning {self._name}", only_live=True):
-                planned = self._plan(args)
+                planned = self._plan(signature, args, larger)
             results = planned.run_checked(args)
         except Exception as error:
             # Unplanned it might take more, or launch collectives once more than other ranks.
@@ -228,8 +267,14 @@ class PlannedGraph:
                 raise
             results, planned = self._run_unplanned(args), None
             logger.warning("%s runs without a plan: %s", self._name, error)
-        self._plans[signature] = planned
-        if len(self._plans) == self._max_plans:
+        was_full = self._is_full()
+        if planned is None or planned.sizes is None:
+            self._plans[signature] = planned
+        elif larger is not None:
+            self._ranges[larger[0]] = planned
+        else:
+            self._ranges.append(planned)
+        if self._is_full() and not was_full and not self._ranges:
             logger.warning(
                 '%s has been planned for %d kinds of arguments; others run without a plan. Pad '
                 'inputs to a few shapes, or allow more plans by options={"max_plans": ...}',
@@ -238,7 +283,41 @@ class PlannedGraph:
         args.clear()
         return results
 
-    def _plan(self, args: list[Any]) -> _Planned:
+    def _plan(
+        self,
+        signature: tuple[Any, ...],
+        args: list[Any],
+        larger: tuple[int, tuple[int, ...]] | None,
+    ) -> _Planned:
+        """A plan for a range of sizes that the call's are in, if one is found; or for these alone.
+
+        Args:
+            larger: as of `_larger`.
+        """
+        earlier = [
+            planned.choice
+            for planned in (*self._plans.values(), *self._ranges)
+            if planned is not None
+        ]
+        record = partial(record_graph, self._module, phase=self._phase, dying=self._dying)
+        if self._tries or larger is not None:
+            try:
+                if larger is not None:
+                    place, values = larger
+                    known = self._ranges[place]
+                    assert known.sizes is not None, "it holds for a range"
+                    recorded, sizes = known.recorded, known.sizes
+                else:
+                    self._tries -= 1
+                    before = self._ranges[-1].layouts if self._ranges else {}
+                    program, sizes = recorded_range(self._module, args, before, record)
+                    recorded = Variant(program, self._name, as_written=program)
+                    values = sizes.values(args)
+                room = with_room(sizes, values, is_cpu=recorded.device.type == "cpu")
+                sizes = sizes.up_to(room, has_room=True)
+                return self._planned(recorded, earlier, signature, args, sizes)
+            except (OneLength, CaptureError) as error:
+                logger.debug("%s is planned for one kind of arguments: %s", self._name, error)
         module = self._module
         if self._options.kernels == "inductor":
             module = with_compiled_blocks(module, args)
@@ -248,30 +327,67 @@ class PlannedGraph:
                     "out, or remove the graph break that cuts the blocks",
                     self._name,
                 )
-        program = record_graph(module, args, phase=self._phase, dying=self._dying)
+            record = partial(record_graph, module, phase=self._phase, dying=self._dying)
+        program = record(args)
         variant = Variant(program, self._name, as_written=program)
+        return self._planned(variant, earlier, signature, args)
+
+    def _planned(
+        self,
+        variant: Variant,
+        earlier: Sequence[Choice],
+        signature: tuple[Any, ...],
+        args: list[Any],
+        sizes: ArgumentSizes | None = None,
+    ) -> _Planned:
         if variant.device.type not in _PLANNED_DEVICES:
             raise CaptureError(
                 f"tensors on {variant.device} are not planned; use the CPU or CUDA", code="device"
             )
-        earlier = [planned.choice for planned in self._plans.values() if planned is not None]
-        return _Planned(variant, self._options, earlier=earlier)
+        made = _Planned(variant, self._options, earlier=earlier, sizes=sizes)
+        if sizes is not None:
+            made.kind = _without_sizes(signature, sizes.layouts)
+            made.layouts = {place: lies(args[place]) for place in sizes.layouts}
+        return made
 
 
 class _Planned:
-    """A graph's program with its plan."""
+    """A graph's program with its plan.
+
+    Args:
+        variant: the program.
+        options: how it is planned.
+        earlier: other plans of the same graph.
+        sizes: for which sizes the plan is to hold; None: for those of the program alone.
+
+    Raises:
+        OneLength: no plan for these sizes is found.
+    """
 
     def __init__(
-        self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()
+        self,
+        variant: Variant,
+        options: Options,
+        *,
+        earlier: Sequence[Choice] = (),
+        sizes: ArgumentSizes | None = None,
     ) -> None:
+        self.recorded, self.sizes = variant, sizes
+        self.kind: tuple[Any, ...] = ()
+        """What `_without_sizes` says of the arguments that it was made for."""
+        self.layouts: dict[int, Any] = {}
+        """How the arguments with such sizes lay in the call that it was made for."""
+        self._lock = threading.RLock()
         (choice,) = choose(
-            [variant],
+            [variant if sizes is None else at_largest(variant, sizes)],
             pool=options.pool,
             time_limit_s=options.time_limit_s,
             earlier=earlier,
             memory=options.memory,
             undoes=True,
         )
+        if sizes is not None:
+            limit_to_kernels(sizes, variant.device, [choice])
         self.choice = choice
         logger.info("%s: %s", variant.name, choice)
         program = choice.program
@@ -284,6 +400,8 @@ class _Planned:
             if program.storage_of(slot) in written
         ]
         self._constants = [tensor for tensor, _ in program.constants]
+        self._frees = bool(program.entering)
+        """Whether arguments may die during a run: then no run can be repeated."""
         self._sequences = sequences(program, choice.plan.order.tolist())
         # Apart from what they gather again, ranks launch the same by a plan as without one. On what
         # they gather again they have to agree.
@@ -298,7 +416,15 @@ class _Planned:
             pool=Pool.of(variant.device) if choice.uses_pool else None,
             poison=options.poison,
             proven=is_proven(variant.device.type),
+            symbols=() if sizes is None else sizes.symbols.names,
         )
+
+    def failure(self, signature: tuple[Any, ...], args: list[Any]) -> Misfit | None:
+        """Why a plan for a range of sizes does not hold for a call; None if it does."""
+        assert self.sizes is not None, "it holds for a range"
+        if _without_sizes(signature, self.sizes.layouts) != self.kind:
+            return Misfit("the arguments differ in more than sizes")
+        return self.sizes.failure(args)
 
     @property
     def joins_processes(self) -> bool:
@@ -319,17 +445,42 @@ class _Planned:
             settle()  # until then, collectives under way use memory of the run's
             raise
 
+    @contextmanager
+    def _at(self, args: list[Any]) -> Iterator[None]:
+        """Around a run: it has the sizes of these arguments."""
+        if self.sizes is None:
+            yield
+            return
+        values = self.sizes.values(args)
+        with self._lock:
+            self._executor.at(values)
+            try:
+                yield
+            except ExecutionError as error:
+                if error.code == "differs_from_capture":
+                    self.sizes.excluded.add(values)
+                raise
+
     def run(self, args: list[Any]) -> Any:
-        """The graph's results; the list is emptied.
+        """The graph's results; the list is emptied, unless nothing has been changed and an error is
+        raised.
 
         Raises:
             ExecutionError: where there is no memory for the pool, and nothing has been changed; or
-                where the graph launches collectives, and other ranks launch others or have left.
+                where the graph launches collectives, and other ranks launch others or have left; or
+                where a plan for many sizes turns out not to hold for those of the call.
         """
         inputs = self._inputs(args)
-        with torch.no_grad(), self._executor.held(), self._joined():
-            args.clear()
-            results, *_ = self._executor.run(inputs)
+        with torch.no_grad(), self._at(args), self._executor.held(), self._joined():
+            changed = [args[place] for place in self._changed]
+            if self._executor.has_passed() or self._frees:
+                args.clear()
+                changed.clear()
+                results, *_ = self._executor.run(inputs)
+            else:
+                with _undone_on_failure(changed, self._device):
+                    results, *_ = self._executor.run(inputs)
+                args.clear()
         return results
 
     def run_checked(self, args: list[Any]) -> Any:
@@ -341,6 +492,7 @@ class _Planned:
             torch.no_grad(),
             watched,
             _undone_on_failure(changed, self._device),
+            self._at(args),
             self._executor.held(),
             self._joined(is_first=True),
         ):
@@ -374,6 +526,18 @@ def _is_watched() -> bool:
     """
     modes = dispatch_modes()
     return any(not mode.ignore_compile_internals() for mode in modes) or is_any_autocast_enabled()
+
+
+def _without_sizes(signature: tuple[Any, ...], places: Container[int]) -> tuple[Any, ...]:
+    """A signature without the sizes and strides of the arguments at these places."""
+    return tuple(
+        entry
+        if place not in places
+        else entry[2:]
+        if isinstance(entry[0], torch.Size)
+        else entry[0]
+        for place, entry in enumerate(signature)
+    )
 
 
 def _signature(args: list[Any]) -> tuple[Any, ...] | None:

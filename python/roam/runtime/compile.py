@@ -40,7 +40,7 @@ from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
-from roam.runtime.ranges import Ranges, given_sizes
+from roam.runtime.ranges import Ranges, given_sizes, limit_to_kernels
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Choice, Effort, Options, choose
 from roam.runtime.timings import Timings
@@ -946,7 +946,7 @@ class Step:
             timings=timings,
         )
         if step.arguments.sizes is not None:
-            self._ranges.limited(step, choices)
+            limit_to_kernels(step.arguments.sizes, variants[0].device, choices)
         if options.cuda_graph:
             refuse_graph(choices[0].program, variants[0].device)
         guards = [runner.state_guard for runner in known]

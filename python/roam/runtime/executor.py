@@ -136,6 +136,10 @@ class Executor:
         """The next runs have these sizes: the values of `symbols`."""
         self.sizes = sizes
 
+    def has_passed(self) -> bool:
+        """Whether the next run checks nothing, since one at its sizes has come to its end."""
+        return self._lengths is None or self._lengths.has_passed(self.sizes)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs, and

@@ -121,6 +121,10 @@ class Lengths:
             self._tables.popitem(last=False)
         return made
 
+    def has_passed(self, values: tuple[int, ...]) -> bool:
+        """Whether a run at these sizes checks nothing any more."""
+        return self._key(values) in self._passed
+
     def passed(self, values: tuple[int, ...]) -> None:
         """Notes that a run at these sizes has come to its end, so later ones check nothing. Where
         a run may leave calls out, nobody knows which it has checked.

@@ -114,38 +114,6 @@ class Ranges:
         self._tries: Counter[tuple[Any, ...]] = Counter()
         """How often no such capture has been found, by the dimensions that follow from symbols."""
 
-    def limited(self, step: CapturedStep, choices: Sequence[Choice]) -> None:
-        """Finds from which sizes on the placed kernels of plans are those that eager PyTorch's
-        results may be had by.
-
-        Raises:
-            OneLength: there are others within the range.
-        """
-        sizes = step.arguments.sizes
-        assert sizes is not None, "it holds for a range"
-        largest = sizes.largest()
-        points = [
-            tuple(map(min, point.values(), largest))
-            for point in sizes.symbols.points
-            if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
-        ]
-        device = (step.steady or step.first).device  # type: ignore[union-attr]
-        alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
-        now = tuple(sizes.captured().values())
-        for least in dict.fromkeys(sizes.raised(_LEAST)):
-            if not is_within(least, now):
-                continue
-            corner = tuple(map(min, least, largest))
-            tried = [point for point in points if is_within(corner, point)]
-            if all(
-                hold(point)
-                for hold in alike
-                for point in dict.fromkeys([corner, *tried, *sizes.corners])
-            ):
-                sizes.least = least
-                return
-        raise OneLength("some kernels are chosen by size")
-
     def capture(
         self,
         capture: Callable[..., CapturedStep],
@@ -403,7 +371,7 @@ class Ranges:
         if not any(is_within(values, corner) for corner in known) or (
             has_more and is_cpu and not is_exact
         ):
-            new = values if is_exact else self._with_room(sizes, values, is_cpu=is_cpu)
+            new = values if is_exact else with_room(sizes, values, is_cpu=is_cpu)
             return _planned_for(step, new, has_room=not is_exact)
         return _planned_for(step)
 
@@ -422,47 +390,76 @@ class Ranges:
         assert variant is not None, "one of them is there"
         values = sizes.anywhere(values)
         if self._has_bytes and variant.device.type == "cpu":
-            room = self._with_room(sizes, values, is_cpu=True)
+            room = with_room(sizes, values, is_cpu=True)
             yield _planned_for(step, room, has_room=True), "order"
-        room = self._with_room(sizes, values, is_cpu=False)
+        room = with_room(sizes, values, is_cpu=False)
         if room != values and not any(is_within(one, room) for one in sizes.refused):
             yield _planned_for(step, room, has_room=True), "runs"
             sizes.refused.add(room)  # since another is asked for
         yield _planned_for(step, values), "all"
 
-    def _with_room(
-        self, sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool
-    ) -> tuple[int, ...]:
-        """Larger sizes, where these are the largest so far, and of no other size by chance, so that
-        what is equal there is equal everywhere.
 
-        On the CPU, memory that nobody touches costs nothing. So there a size gets room for twice as
-        much, and, where that is not enough, for four times as much, which is most of a range. Sizes
-        of one argument get room for twice its elements together.
-        """
-        before = sizes.largest() or (0,) * len(values)
-        are_sizes = [place[1] != OFFSET for place in sizes.first_places]
-        grown = list(map(operator.gt, values, before))
-        grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
-        room, beside = 2.0 if is_cpu else 1.25, sizes.beside()
-        wanted, most = list[int](), zip(values, before, beside, strict=True)
-        # The next call may have the largest of each size that shares no argument with another.
-        apart = [max(value, size) if len(names) == 1 else value for value, size, names in most]
-        for value, names in zip(apart, beside, strict=True):
-            shares = max(sum(grown[place] for place in names), 1)
-            is_alone = len(names) == 1 and is_cpu
-            by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
-            wanted.append(int(by * value))
-        for larger in (map(prime_from, wanted), wanted):
-            found = tuple(
-                min(size, limit) if grows else value
-                for value, size, grows, limit in zip(
-                    apart, larger, grown, sizes.symbols.most.values(), strict=True
-                )
+def with_room(sizes: ArgumentSizes, values: tuple[int, ...], *, is_cpu: bool) -> tuple[int, ...]:
+    """Larger sizes, where these are the largest so far, and of no other size by chance, so that
+    what is equal there is equal everywhere.
+
+    On the CPU, memory that nobody touches costs nothing. So there a size gets room for twice as
+    much, and, where that is not enough, for four times as much, which is most of a range. Sizes
+    of one argument get room for twice its elements together.
+    """
+    before = sizes.largest() or (0,) * len(values)
+    are_sizes = [place[1] != OFFSET for place in sizes.first_places]
+    grown = list(map(operator.gt, values, before))
+    grown = list(map(operator.and_, are_sizes, grown if any(grown) else are_sizes))
+    room, beside = 2.0 if is_cpu else 1.25, sizes.beside()
+    wanted, most = list[int](), zip(values, before, beside, strict=True)
+    # The next call may have the largest of each size that shares no argument with another.
+    apart = [max(value, size) if len(names) == 1 else value for value, size, names in most]
+    for value, names in zip(apart, beside, strict=True):
+        shares = max(sum(grown[place] for place in names), 1)
+        is_alone = len(names) == 1 and is_cpu
+        by = room ** (1 + sizes.enlarged) if is_alone else room ** (1 / shares)
+        wanted.append(int(by * value))
+    for larger in (map(prime_from, wanted), wanted):
+        found = tuple(
+            min(size, limit) if grows else value
+            for value, size, grows, limit in zip(
+                apart, larger, grown, sizes.symbols.most.values(), strict=True
             )
-            if sizes.symbols.hold(found):
-                return found
-        return values
+        )
+        if sizes.symbols.hold(found):
+            return found
+    return values
+
+
+def limit_to_kernels(sizes: ArgumentSizes, device: torch.device, choices: Sequence[Choice]) -> None:
+    """Finds from which sizes on the placed kernels of plans are those that eager PyTorch's results
+    may be had by.
+
+    Raises:
+        OneLength: there are others within the range.
+    """
+    largest = sizes.largest()
+    points = [
+        tuple(map(min, point.values(), largest))
+        for point in sizes.symbols.points
+        if sizes.symbols.hold(tuple(map(min, point.values(), largest)))
+    ]
+    alike = [_placed_alike(choice, sizes.symbols.names, device) for choice in choices]
+    now = tuple(sizes.captured().values())
+    for least in dict.fromkeys(sizes.raised(_LEAST)):
+        if not is_within(least, now):
+            continue
+        corner = tuple(map(min, least, largest))
+        tried = [point for point in points if is_within(corner, point)]
+        if all(
+            hold(point)
+            for hold in alike
+            for point in dict.fromkeys([corner, *tried, *sizes.corners])
+        ):
+            sizes.least = least
+            return
+    raise OneLength("some kernels are chosen by size")
 
 
 def _planned_for(
@@ -471,16 +468,24 @@ def _planned_for(
     """The capture at the sizes for which it is to be planned: those that are known, and new
     ones.
     """
-    sizes = step.arguments.sizes
-    assert sizes is not None, "it holds for a range"
-    if new is not None:
-        known = (*(corner for corner in sizes.corners if not is_within(corner, new)), new)
-        sizes = replace(sizes, corners=known, enlarged=sizes.enlarged + has_room)
     arguments = copy(step.arguments)
-    arguments.sizes = sizes
-    of = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in sizes.corners]
-    first, steady = _resized(step.first, of), _resized(step.steady, of)
+    assert arguments.sizes is not None, "it holds for a range"
+    if new is not None:
+        arguments.sizes = arguments.sizes.up_to(new, has_room=has_room)
+    first, steady = (
+        None if variant is None else at_largest(variant, arguments.sizes)
+        for variant in (step.first, step.steady)
+    )
     return replace(step, first=first, steady=steady, arguments=arguments)
+
+
+def at_largest(variant: Variant, sizes: ArgumentSizes) -> Variant:
+    """A program at the sizes for which it is to be planned."""
+    corners = [dict(zip(sizes.symbols.names, corner, strict=True)) for corner in sizes.corners]
+    program = over(variant.program, corners)
+    is_one = variant.as_written is variant.program
+    as_written = program if is_one else over(variant.as_written, corners)
+    return replace(variant, program=program, as_written=as_written)
 
 
 def _is_same_step(step: CapturedStep, before: CapturedStep, sizes: ArgumentSizes) -> bool:
@@ -568,15 +573,6 @@ def _placed_alike(
         return all(is_alike(placed[index], found(program, index)) for index in calls)
 
     return hold
-
-
-def _resized(variant: Variant | None, corners: Sequence[dict[str, int]]) -> Variant | None:
-    if variant is None:
-        return None
-    program = over(variant.program, corners)
-    is_one = variant.as_written is variant.program
-    as_written = program if is_one else over(variant.as_written, corners)
-    return replace(variant, program=program, as_written=as_written)
 
 
 def _corners(
@@ -684,14 +680,14 @@ def _is_again(before: Program, later: Program) -> bool:
     """Whether a program is an earlier one, perhaps with state that the earlier one made, or that
     neither uses.
     """
-    if _is_same(later, before):
+    if is_same_program(later, before):
         return True
     later = with_used_state(later)
     expected = with_state(with_used_state(before), later)
-    return expected is not None and _is_same(later, expected)
+    return expected is not None and is_same_program(later, expected)
 
 
-def _is_same(one: Program, other: Program) -> bool:
+def is_same_program(one: Program, other: Program) -> bool:
     """Whether two programs are equal in all numbers, too."""
     return (
         len(one.calls) == len(other.calls)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -240,6 +240,11 @@ class ArgumentSizes:
         places = zip(values, most, self.first_places, strict=True)
         return tuple([end if dim == OFFSET else value for value, end, (_, dim, _) in places])
 
+    def layouts_at(self, values: tuple[int, ...]) -> dict[int, Layout]:
+        """How the arguments that follow from symbols lie at these values, by their places."""
+        found = map(Layout._make, self._layouts_at(values))
+        return dict(zip(self.layouts, found, strict=True))
+
     def raised(self, levels: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Values of `least` to try: its own, then at each level one size alone, and all."""
         yield self.least
@@ -266,6 +271,15 @@ class ArgumentSizes:
     def largest(self) -> tuple[int, ...]:
         """Of each symbol, the largest value that a corner has."""
         return tuple(map(max, zip(*self.corners, strict=True)))
+
+    def up_to(self, corner: tuple[int, ...], *, has_room: bool = False) -> ArgumentSizes:
+        """These, for a plan that holds up to one more corner.
+
+        Args:
+            has_room: whether that is larger than the sizes that it is for.
+        """
+        known = (one for one in self.corners if not is_within(one, corner))
+        return replace(self, corners=(*known, corner), enlarged=self.enlarged + has_room)
 
     def admits(self, values: tuple[int, ...]) -> bool:
         """Whether the recording holds for values of the symbols, if not the plan."""

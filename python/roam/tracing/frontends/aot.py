@@ -15,16 +15,33 @@ from torch.fx import GraphModule, Node
 
 from roam.errors import CaptureError
 from roam.program.ir import Program, Ref, Result, Source, refs
+from roam.state.argument_sizes import Layout
 from roam.state.nests import mapped
-from roam.torch_compat.private import FakeTensorMode, OpOverload, disable_current_modes, pytree
+from roam.torch_compat.private import (
+    FakeTensorMode,
+    OpOverload,
+    c_pointer,
+    disable_current_modes,
+    pytree,
+)
 from roam.tracing.compiled.region_operators import Region
 from roam.tracing.fake_kernels.cache import FakeKernels
+from roam.tracing.fake_kernels.sized import SizedKernels, recorded_number
+from roam.tracing.fake_kernels.tensors import Maker
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import shown_path
 
+aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _ROOT = re.compile(r"^\w+\['\w+'\]\.?")
 """What Dynamo puts before a module's path."""
+_METADATA: dict[Any, Callable[..., Any]] = {
+    aten.sym_size.int: lambda tensor, dim: tensor.shape[dim],
+    aten.sym_stride.int: lambda tensor, dim: tensor.stride()[dim],
+    aten.sym_numel.default: lambda tensor: tensor.numel(),
+    aten.sym_storage_offset.default: lambda tensor: tensor.storage_offset(),
+}
+"""Operators that ask for sizes, each with what gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,13 @@ class GraphInput:
 
 
 def record_graph(
-    graph: GraphModule, args: Sequence[Any], *, phase: str, dying: Collection[int] = ()
+    graph: GraphModule,
+    args: Sequence[Any],
+    *,
+    phase: str,
+    dying: Collection[int] = (),
+    sized: SizedKernels | None = None,
+    layouts: Mapping[int, Layout] | None = None,
 ) -> Program:
     """The program of a graph for arguments like these. Kernels are run only on zeros, to find how
     they lay out their results.
@@ -48,22 +71,30 @@ def record_graph(
             share memory.
         phase: ``"forward"`` or ``"backward"``.
         dying: places of the arguments that nothing holds after their last use.
+        sized: makes what follows from the symbols of sizes; None if all sizes are numbers.
+        layouts: how some of the arguments are to lie, by their places, instead of as they do.
 
     Raises:
+        OneLength: the graph needs the value of a size itself.
         CaptureError: what cannot be recorded exactly.
     """
     places = NodePlaces(lambda _: phase)
-    recorder = Recorder(places, [], FakeKernels(asks=True))
+    kernels = FakeKernels(asks=True)
+    recorder = Recorder(places, [], kernels, sized=sized)
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
         mode = FakeTensorMode()
+        if sized is not None:
+            sized.enter(kernels, mode)
+        inputs = _Inputs(mode, sized, layouts or {})
         remaining = iter(enumerate(args))
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 index, value = next(remaining)
-                values[node] = _input(
-                    recorder, mode, GraphInput(index, node.name, _kind(index, value, dying)), value
-                )
+                values[node] = inputs.given(index, value)
+                if isinstance(value, torch.Tensor):
+                    reference = GraphInput(index, node.name, _kind(index, value, dying))
+                    recorder.add_referenced(reference, values[node], reference.path)
             elif node.op == "get_attr":
                 values[node] = _constant(recorder, mode, node, getattr(graph, node.target))
         replay(graph, mode, recorder, places, values)
@@ -127,12 +158,41 @@ def _kind(index: int, value: Any, dying: Collection[int]) -> str:
     return "parameter" if isinstance(value, torch.nn.Parameter) else "input"
 
 
-def _input(recorder: Recorder, mode: FakeTensorMode, reference: GraphInput, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    fake = mode.from_tensor(value.detach(), static_shapes=True)
-    recorder.add_referenced(reference, fake, reference.path)
-    return fake
+class _Inputs:
+    """What stands for a graph's arguments while it is recorded.
+
+    Args:
+        mode: the mode of fakes.
+        sized, layouts: as of `record_graph`.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, sized: SizedKernels | None, layouts: Mapping[int, Layout]
+    ) -> None:
+        self._mode, self._sized, self._layouts = mode, sized, layouts
+        self._maker = Maker()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """Those of arguments that are to lie otherwise, by the storages that these have."""
+
+    def given(self, place: int, value: Any) -> Any:
+        """What stands for the argument at a place."""
+        if not isinstance(value, torch.Tensor):
+            if place in self._layouts:
+                return self._layouts[place].shape[0]
+            return value if self._sized is None else self._sized.numbers.get(place, value)
+        if place in self._layouts:
+            return self._resized(value, self._layouts[place])
+        fake = self._mode.from_tensor(value.detach(), static_shapes=True)
+        return fake if self._sized is None else self._sized.argument(value, fake)
+
+    def _resized(self, value: torch.Tensor, layout: Layout) -> Any:
+        storage = self._storages.setdefault(
+            c_pointer(value.untyped_storage()),
+            torch.UntypedStorage(layout.size_bytes, device="meta"),
+        )
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        meta.set_(storage, layout.offset, layout.shape, layout.stride)
+        return self._maker.make(self._mode, meta, value.device)
 
 
 def _constant(recorder: Recorder, mode: FakeTensorMode, node: Node, value: Any) -> Any:
@@ -151,6 +211,8 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     """Runs a node on fake tensors; the recorder sees what it calls."""
     target: Any = node.target
     args, kwargs = filled((node.args, node.kwargs), values)
+    if target in _METADATA:
+        return _METADATA[target](*args)
     is_aten = isinstance(target, (OpOverload, Region)) or target is operator.getitem
     if not is_aten and any(
         isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))
@@ -172,11 +234,10 @@ def filled(nest: Any, values: Mapping[Node, Any]) -> Any:
 
 def _result(recorder: Recorder, item: Any, values: Mapping[Node, Any]) -> Any:
     value = values[item] if isinstance(item, Node) else item
-    return (
-        Ref(recorder.leaving(value, "the graph's result"))
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    if isinstance(value, torch.Tensor):
+        return Ref(recorder.leaving(value, "the graph's result"))
+    number = recorded_number(value)
+    return value if number is None else number
 
 
 def entering(program: Program, dying: Collection[int]) -> set[int]:
