@@ -323,6 +323,17 @@ def test_smaller_batches_need_no_room() -> None:
     assert of_range.runners[-1].choice.total_bytes == of_full.runners[-1].choice.total_bytes
 
 
+def test_the_length_of_a_tensor_is_a_size() -> None:
+    """`len(x)` makes plain numbers only, and so the code has another function by this name."""
+
+    def loss_of(net: Any, ids: torch.Tensor) -> torch.Tensor:
+        hidden = net(ids).mean(1)
+        return functional.cross_entropy(hidden, torch.arange(len(ids))) / len(hidden)
+
+    step = run_both([(4, 9), (6, 5), (3, 12), (5, 7), (7, 8)], loss_of)
+    assert len(step._captures) == 2
+
+
 def test_a_product_of_three_sizes_is_found() -> None:
     def make() -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)

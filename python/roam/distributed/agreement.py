@@ -1,7 +1,9 @@
 """What ranks tell each other, besides their collectives, through the store of a process group.
 
 Before a plan runs for the first time, its rank writes to the store which collectives it launches,
-and waits until every other rank of the group has a plan with the same collectives. Only new
+and waits until every other rank of the group has a plan with the same collectives. A plan for a
+range of sizes may exchange other numbers of elements in each run, and ranks need not have the same
+range; then what they exchange is compared without these numbers. Only new
 sequences of collectives are compared, so a rank that plans anew alone, for another shape, continues
 at once. A rank whose step fails writes the reason to the store; a rank that waits for others reads
 it from time to time.
@@ -13,6 +15,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -47,6 +50,8 @@ _left: dict[str, str] = {}
 _groups: dict[str, Any] = {}
 """By the name of a group, the process group that the other dictionaries here are about."""
 
+ANY_SIZE = "any number"
+"""Stands for a number of elements that changes from run to run."""
 Sequences = dict["Group", list[list[str]]]
 """The collectives that a plan launches in each group, in order: (what it is, the user's line)."""
 
@@ -161,11 +166,7 @@ def look(group: Group) -> None:
             continue
         theirs = _read(store, f"pending/{other}")
         # The other rank waits until this one has a plan with the same collectives, in the same run.
-        if (
-            theirs
-            and theirs["run"] == number
-            and not store.check([f"known/{group.rank}/{theirs['digest']}"])
-        ):
+        if theirs and theirs["run"] == number and not _knows(store, group.rank, theirs["names"]):
             _raise_different(group, other, sequence, theirs)
         _raise_if_left(store, group, other)
 
@@ -202,10 +203,11 @@ def _agree(sequences: Sequences) -> None:
     """Waits until all ranks have a plan that launches the same collectives."""
     # All groups are told first: groups that share ranks may each wait for the next in a circle.
     for group, sequence in sequences.items():
-        store, digest = _store(group), _digest(sequence)
-        store.set(f"known/{group.rank}/{digest}", "1")
+        store, names = _store(group), _names(sequence)
+        for name in names:
+            store.set(f"known/{group.rank}/{name}", "1")
         mine = {
-            "run": _runs[group.name], "digest": digest, "sequence": sequence, "versions": _versions()
+            "run": _runs[group.name], "names": names, "sequence": sequence, "versions": _versions()
         }  # fmt: skip
         store.set(f"pending/{group.rank}", json.dumps(mine))
     start = time.monotonic()
@@ -219,12 +221,12 @@ def _has_agreed(group: Group, sequence: list[list[str]], start: float) -> bool:
     """Whether all ranks of a group have a plan that launches the same collectives. `start`: since
     when this rank waits.
     """
-    store, digest = _store(group), _digest(sequence)
+    store, names = _store(group), _names(sequence)
     others = [other for other in range(len(group.ranks)) if other != group.rank]
-    missing = [one for one in others if not store.check([f"known/{one}/{digest}"])]
+    missing = [one for one in others if not _knows(store, one, names)]
     for other in missing:  # differences come first: a rank that finds one leaves
         theirs = _read(store, f"pending/{other}")
-        if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
+        if theirs and not _knows(store, group.rank, theirs["names"]):
             _raise_different(group, other, sequence, theirs)
         _raise_if_left(store, group, other)
     limit_s = store.timeout.total_seconds()
@@ -240,9 +242,32 @@ def _has_agreed(group: Group, sequence: list[list[str]], start: float) -> bool:
     return not missing
 
 
-def _digest(sequence: Sequence[Sequence[str]]) -> str:
-    text = "\n".join((_versions(), *(what for what, _ in sequence)))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _names(sequence: Sequence[Sequence[str]]) -> list[str]:
+    """Names of a sequence of collectives, by which ranks know it: one with all numbers of elements;
+    one without; and, if some numbers change from run to run, one that says so.
+    """
+    texts = [what for what, _ in sequence]
+    outline = _digest([_outline(text) for text in texts])
+    found = [_digest(texts), f"outline/{outline}"]
+    return [*found, f"range/{outline}"] if any(ANY_SIZE in text for text in texts) else found
+
+
+def _knows(store: Any, rank: int, names: Sequence[str]) -> bool:
+    """Whether a rank of a group has a plan with the same collectives. Where the numbers of elements
+    change in the plan of one of two ranks, the other's numbers may be those of one of its runs.
+    """
+    exact, outline, *is_range = names
+    accepted = [exact, outline.replace("outline/", "range/"), *([outline] if is_range else [])]
+    return any(store.check([f"known/{rank}/{name}"]) for name in accepted)
+
+
+def _outline(text: str) -> str:
+    """What a collective is, without numbers of elements."""
+    return re.sub(r"\d+ x ", f"{ANY_SIZE} x ", text)
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join((_versions(), *texts)).encode()).hexdigest()[:32]
 
 
 def _versions() -> str:
@@ -332,6 +357,7 @@ def _raise_different(
             place
             for place, (one, two) in enumerate(zip(mine, theirs, strict=False))
             if one[0] != two[0]
+            and not (ANY_SIZE in one[0] + two[0] and _outline(one[0]) == _outline(two[0]))
         ),
         min(len(mine), len(theirs)),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from roam.distributed.agreement import Sequences
+from roam.distributed.agreement import ANY_SIZE, Sequences
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import CaptureError
 from roam.program.ir import Program
+from roam.state.sizes import follows
 
 
 def sequences(program: Program, order: Iterable[int]) -> Sequences:
@@ -27,7 +28,7 @@ def sequences(program: Program, order: Iterable[int]) -> Sequences:
         sizes = () if call.target.kind == "alltoall_base_" else (*outputs, *inputs)
         metas = [program.slots[ref.slot] for ref in sizes]
         tensors = ", ".join(
-            f"{math.prod(meta.shape)} x {str(meta.dtype).removeprefix('torch.')}"
+            f"{ANY_SIZE if follows(meta.shape) else math.prod(meta.shape)} x {str(meta.dtype).removeprefix('torch.')}"
             for meta in metas
             if meta is not None
         )

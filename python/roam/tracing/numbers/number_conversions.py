@@ -1,8 +1,8 @@
-"""`float(x)` and `int(x)` in the user's code, where `x` is a tensor or a number that changes from
-call to call.
+"""`float(x)`, `int(x)` and `len(x)` in the user's code, where `x` is a tensor or a number that
+changes from call to call.
 
-Both classes make plain numbers only, and a plan would keep those of the capture. So while a step
-is traced, the two names mean functions, which give the number of `x.item()`. The step may go on to
+They make plain numbers only, and a plan would keep those of the capture. So while a step is traced,
+the names mean functions, which give the number of `x.item()`, or the size. The step may go on to
 calculate with it.
 """
 
@@ -47,7 +47,13 @@ def conversions(trace: TraceContext) -> dict[str, Callable[..., Any]]:
             return int(known)
         return number if isinstance(number, int) else trace.scalar_call(int, (number,))
 
-    return {"float": as_float, "int": as_int}
+    def as_len(*args: Any) -> Any:
+        value: Any = args[0] if len(args) == 1 else None
+        if issubclass(type(value), torch.Tensor) and value.dim() and is_size(value.shape[0]):
+            return value.shape[0]
+        return len(*args)
+
+    return {"float": as_float, "int": as_int, "len": as_len}
 
 
 def only_calling(

@@ -306,8 +306,10 @@ def stand_ins_placed(
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
         for name, stand_in in conversions(recorder).items():
-            function = _in_trace(recorder, getattr(builtins, name), stand_in)
-            calling = only_calling(tables, fake_state.reach.code, name)
+            original = getattr(builtins, name)
+            function = _in_trace(recorder, original, stand_in)
+            is_class = isinstance(original, type)
+            calling = only_calling(tables, fake_state.reach.code, name) if is_class else tables
             stack.enter_context(globals_added(calling, name, function))
         stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
         stack.enter_context(fake_state.reach.reads.watching())
