@@ -342,6 +342,24 @@ def test_sizes_are_results_of_graphs_too(seen: Seen) -> None:
     assert len(seen.choices) == 1
 
 
+def test_nobody_hears_of_sizes_that_a_kernel_does_not_take(seen: Seen) -> None:
+    """Kernels are tried at sizes for which PyTorch logs errors."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    told.addHandler(handler := logging.Handler())
+    handler.emit = seen.records.append  # type: ignore[method-assign]
+    try:
+        compiled = torch.compile(
+            lambda x: x.unfold(0, 5, 1).sin().sum(), backend=backend, dynamic=True
+        )
+        for size in (9, 14, 12, 18, 10):
+            x = torch.randn(size)
+            assert compiled(x).equal(x.unfold(0, 5, 1).sin().sum())
+    finally:
+        told.removeHandler(handler)
+    assert len(seen.choices) == 1
+    assert not seen.warnings
+
+
 def test_sizes_that_lead_another_way_have_plans_of_their_own(seen: Seen) -> None:
     compiled = torch.compile(
         lambda x: torch.stack([part.sum() for part in x.split(8)]), backend=backend, dynamic=True

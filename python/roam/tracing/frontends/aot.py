@@ -28,6 +28,7 @@ from roam.tracing.compiled.region_operators import Region
 from roam.tracing.fake_kernels.cache import FakeKernels
 from roam.tracing.fake_kernels.sized import SizedKernels, recorded_number
 from roam.tracing.fake_kernels.tensors import Maker
+from roam.tracing.fakes.fake_mode import quiet_fakes
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import shown_path
 
@@ -82,7 +83,7 @@ def record_graph(
     kernels = FakeKernels(asks=True)
     recorder = Recorder(places, [], kernels, sized=sized)
     values: dict[Node, Any] = {}
-    with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), disable_current_modes(), quiet_fakes():
         mode = FakeTensorMode()
         if sized is not None:
             sized.enter(kernels, mode)
