@@ -1386,7 +1386,7 @@ def branches_on_one_rank(rank: int, world: int) -> str:
             y = y / 2
         return y
 
-    compiled = roam.compile(step)
+    compiled = roam.compile(step, python="idle")
     try:
         if rank == 0:
             compiled(torch.ones(2))

@@ -22,6 +22,7 @@ from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
+from roam.runtime.beside.ranks import reducing
 from roam.runtime.beside.recording import Recorder, Recording, drawn_state, is_plain
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
@@ -259,7 +260,7 @@ class Beside:
         )
         drawn = drawn_state()
         try:
-            with _generators_watched(recorder), looking(recorder), recorder:
+            with _generators_watched(recorder), looking(recorder), reducing(recorder), recorder:
                 result = self._function(*args, **kwargs)
             recorder.finish()
         except Exception as error:
@@ -287,6 +288,8 @@ class Beside:
             self._left = recorder.left()
         if recording.failed is None:
             self._learn(recording, calls, recorder.planned)
+        elif recording.failed.settles:
+            logger.info("%s runs as it is: %s", self._name, recording.failed)
         elif not self.plans:
             self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
@@ -466,7 +469,7 @@ class Beside:
                 matched = Matched(planned, others, enter, lazy if self._is_lazy else None)
                 matched.may_leave = self._on_change != "raise"
                 try:
-                    with looking(matched), matched:
+                    with looking(matched), reducing(matched), matched:
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
