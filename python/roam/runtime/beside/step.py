@@ -49,6 +49,7 @@ PYTHONS_OWN = frozenset((
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity",
+    "collective", "collective_branch",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _HOST_S = 20e-6
