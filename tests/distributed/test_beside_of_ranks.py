@@ -191,27 +191,42 @@ def test_options_of_modules_that_plans_do_not_support(ranks: Ranks) -> None:
     assert ranks.run(refused) == ["ddp_option"] * 3
 
 
-def sent(rank: int, world: int, options: dict[str, Any]) -> tuple[bool, bool]:
-    def sends(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        before = y * 2  # of what is there before it is received
-        if rank == 0:
-            for other in range(1, world):
-                dist.send(y, other)
-        else:
-            dist.recv(y, 0)
-        return before + y * 3
+def sends(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    before = y * 2  # of what is there before it is received
+    if dist.get_rank() == 0:
+        for other in range(1, dist.get_world_size()):
+            dist.send(y, other)
+    else:
+        dist.recv(y, 0)
+    return before + y * 3
 
-    step = roam.compile(sends, **options)
+
+def asks_a_handle(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    work = dist.all_reduce(y, async_op=True)
+    before = x.sin()
+    assert work is not None
+    (found,) = work.get_future().wait()
+    y.mul_(2)
+    return before + found * y
+
+
+def repeats(
+    rank: int, world: int, function: Callable[[torch.Tensor], torch.Tensor], options: dict[str, Any]
+) -> tuple[bool, bool]:
+    step = roam.compile(function, **options)
     same = True
     for call in range(4):
-        x = torch.full((1000,), call + rank / 7)
-        same &= torch.equal(sends(x), step(x))
+        x = torch.full((1000,), call / 4 + rank / 7)
+        same &= torch.equal(function(x), step(x))
     return same, step.runs_beside
 
 
+@pytest.mark.parametrize("function", [sends, asks_a_handle])
 @pytest.mark.parametrize("options", [{}, {"memory": "2MiB"}])
 def test_what_a_plan_cannot_launch_is_run_where_it_stands(
-    ranks: Ranks, options: dict[str, Any]
+    ranks: Ranks, function: Any, options: dict[str, Any]
 ) -> None:
-    assert ranks.run(sent, {"python": "auto", **options}) == [(True, True)] * 3
+    found = ranks.run(repeats, function, {"python": "auto", **options})
+    assert found == [(True, True)] * 3
