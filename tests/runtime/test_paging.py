@@ -33,6 +33,7 @@ from paged_training import (
     trained,
 )  # fmt: skip
 from roam.program import paging
+from roam.program.chunks import Folder
 from roam.program.pages import Pages, is_movable, is_paged
 from roam.runtime import available, strategy
 from training import assert_same_bits
@@ -417,7 +418,7 @@ def test_a_forked_process_changes_nothing_of_its_parents(
     child = os.getpid() + 1
     monkeypatch.setattr(os, "getpid", lambda: child)
     del parents
-    kept = Pages(tmp_path)
+    kept = Pages(Folder(tmp_path))
     weight = made[0][0].weight
     assert is_movable(weight)
     assert not is_paged(weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -249,13 +248,14 @@ class Lowering:
             return None
         return self._changed(found.program, found.calls, placed(found.program))
 
-    def offers(self, excluded: Iterable[int]) -> list[Offer]:
+    def offers(self, device: torch.device, excluded: Iterable[int]) -> list[Offer]:
         """Tensors that may be offloaded.
 
         Args:
+            device: whose tensors.
             excluded: storages that may not lie elsewhere than where their call puts them.
         """
-        return offers(self.program, self._kinds, self._given_away.union(excluded))
+        return offers(self.program, self._kinds, device, self._given_away.union(excluded))
 
     def offering(
         self,
@@ -280,13 +280,14 @@ class Lowering:
         result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
         return result
 
-    def pages(self, excluded: Iterable[int]) -> list[Page]:
+    def pages(self, device: torch.device, excluded: Iterable[int]) -> list[Page]:
         """Tensors that may lie in files before and after the step.
 
         Args:
+            device: whose tensors.
             excluded: storages that may not lie elsewhere than where they are.
         """
-        return pages_of(self.program, self._kinds, self._given_away.union(excluded))
+        return pages_of(self.program, self._kinds, device, self._given_away.union(excluded))
 
     def paging(
         self,
@@ -971,7 +972,6 @@ def flops_of(program: Program, call: Call) -> int:
         return 0
 
 
-@functools.cache
 def formula_of(target: Any) -> Any:
     """PyTorch's own formula for an operator's floating-point operations; None if there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))

@@ -15,6 +15,7 @@ from roam.errors import CaptureError, PlanError
 from roam.garbage import collections_wait
 from roam.kernels.transfers import block_ns
 from roam.memory_limit import MemoryLimit
+from roam.program.chunks import Folder
 from roam.program.tier import Tier
 from roam.report.anatomy import overview
 from roam.report.figures import plan_figures
@@ -322,7 +323,7 @@ def largest_in_files(
         ExecutionError: the folder cannot be used.
     """
     folder = Path(offload).absolute()
-    block_ns(Tier.of(folder), limit_bytes)
+    block_ns(Tier.of(Folder(folder)), limit_bytes)
 
     def tried(size: int) -> tuple[Trial, Plan | None]:
         return _tried_in_files(size, captured_at(size), limit_bytes, folder)

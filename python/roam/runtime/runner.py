@@ -660,6 +660,8 @@ class Runner:
             self._pool.release()
         if self._tier is not None:
             self._tier.release()
+        if self.choice.pages is not None:
+            self.choice.pages.release()
 
     @contextmanager
     def _kernels_alone(self) -> Iterator[None]:
