@@ -16,13 +16,14 @@ from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.kernels.table import is_proven
 from roam.memory_limit import MemoryLimit
 from roam.own_code import is_own_file
+from roam.program.replay import cpu_state
 from roam.runtime.available import known_limit
 from roam.runtime.beside.lazy import Lazy
 from roam.runtime.beside.looks import looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
-from roam.runtime.beside.recording import Recorder, Recording, drawn_state, is_plain
+from roam.runtime.beside.recording import Recorder, Recording, is_plain
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger, replans
@@ -257,7 +258,7 @@ class Beside:
             if self._is_lazy
             else Recorder(frames, stops=stops)
         )
-        drawn = drawn_state()
+        drawn = cpu_state()
         try:
             with _generators_watched(recorder), looking(recorder), recorder:
                 result = self._function(*args, **kwargs)
@@ -470,7 +471,9 @@ class Beside:
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
-                    if error in (matched.failure, matched.lazy and matched.lazy.failure):
+                    if error is matched.failure or (
+                        matched.lazy is not None and error is matched.lazy.failure
+                    ):
                         raise
                     matched.raised(error)
                     _refuse_unread(error)
