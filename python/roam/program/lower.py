@@ -60,6 +60,13 @@ class WritesResults(Protocol):
         """The same for a run of the call on other slots."""
 
 
+class TimesCopies(Protocol):
+    """What the planner has to know about the way to files and back."""
+
+    def time_ns(self, size_bytes: int, *, is_read: bool) -> int:
+        """Nanoseconds to read or write so many bytes, at least 1."""
+
+
 _HANDLE_BYTES = 1
 """What a tensor in a file counts."""
 Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
@@ -293,7 +300,7 @@ class Lowering:
         chosen: Iterable[tuple[Page, Collection[int]]],
         pages: Pages,
         placed: Callable[[Call], WritesResults],
-        time_ns: Callable[[int], int],
+        link: TimesCopies,
     ) -> Lowering:
         """The same program with tensors in files before and after the step.
 
@@ -301,13 +308,17 @@ class Lowering:
             chosen: some of its `pages`, each with the uses after which it is not in memory.
             pages: where they are.
             placed: how a call that reads a tensor writes its result.
-            time_ns: nanoseconds that it takes to write and read so many bytes.
+            link: how long reading and writing takes.
         """
         found = with_pages(self.program, chosen, pages)
         result = self._with_more(found.program, found.calls, placed)
         result.paged, result.unpaged = pages, self
         result._times |= {
-            index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
+            index: link.time_ns(
+                result.moved_bytes(index),
+                is_read=isinstance(result.program.calls[index].target, Fetch),
+            )
+            for index in result.moves
         }
         return result
 

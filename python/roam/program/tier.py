@@ -124,6 +124,12 @@ class Tier:
         """
         read(self._descriptor, tensor, offset_bytes)
 
+    def forget(self) -> None:
+        """Has all that is stored written to the disk, and asks the system to read it from there."""
+        os.fdatasync(self._descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def lost(self, error: OSError) -> ExecutionError:
         """What to raise where the folder is gone, or cannot be looked at."""
         return ExecutionError(

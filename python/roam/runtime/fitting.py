@@ -247,8 +247,12 @@ def graphs_of(
         CaptureError: the step cannot be captured exactly, has no steady step, or goes another way
             at some of these sizes.
     """
+    return graphs_in(captured_of(train_step, args, sizes), random_states=random_states)
+
+
+def graphs_in(captured: CapturedStep, *, random_states: bool = False) -> list[Graph]:
+    """The same of a step that has been captured."""
     with collections_wait():
-        captured = captured_of(train_step, args, sizes)
         return [
             variant.graph_with_states if random_states else variant.graph
             for variant in (captured.first, captured.steady)
@@ -261,17 +265,19 @@ def captured_of(
 ) -> CapturedStep:
     """A step that can be planned before it has run."""
     capture = partial(capture_step, train_step, tuple(args), {}, known=Known())
-    if sizes is None:
-        captured = capture()
-    else:
-        ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
-        captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
-        if reason:
-            raise CaptureError(
-                f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
-                "largest batch in make_inputs",
-                code="value_reached_python",
-            )
+    reason = ""
+    with collections_wait():
+        if sizes is None:
+            captured = capture()
+        else:
+            ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
+            captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
+    if reason:
+        raise CaptureError(
+            f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
+            "largest batch in make_inputs",
+            code="value_reached_python",
+        )
     if captured.steady is None:
         assert captured.first is not None, "one of them is there"
         raise captured.first.program.unsettled or CaptureError(
@@ -422,6 +428,7 @@ def _tried_in_files(
             pool=None,
             time_limit_s=None,
             is_real=False,
+            is_timed=True,
             memory=MemoryLimit(size_bytes=limit_bytes),
             offload=folder,
         )
