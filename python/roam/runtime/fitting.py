@@ -41,9 +41,9 @@ class Traffic:
         folder: the folder.
         read_bytes, written_bytes: parameters, state and gradients.
         offloaded_bytes: activations, which are written once and read at least once.
-        extra_s: seconds that the step takes beyond one without a limit, by the model of the device
-            and the measured speed of the folder's disk, with what runs again.
-        step_s: seconds of the step without a limit, by the model of the device.
+        extra_s: seconds that the step takes beyond one without a limit, by times of kernels and
+            speeds of the folder's disk that are measured on this machine, with what runs again.
+        step_s: seconds of the step without a limit, by the same times.
     """
 
     folder: str
@@ -183,8 +183,8 @@ def fit(
         device: where the step would run, ``"cpu"`` or ``"cuda"``.
         most: the largest size that is tried.
         offload: a folder for tensors that may lie in files, as for `roam.compile`; operators may
-            run again then, too. `Trial.traffic` says what a step moves there, and what that takes.
-            The speed of the disk is measured.
+            run again then, too. `Trial.traffic` says what a step moves there, and what that takes:
+            the speed of the disk is measured, and kernels are timed on zeros.
         sizes: how large batches get at a size, as for `roam.compile`, or a function of the size
             that says so: then all of these batches have to fit, whichever `make_inputs` makes. So
             the size may be a number of tokens of batches that are long or wide.

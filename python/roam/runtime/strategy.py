@@ -929,6 +929,8 @@ class _Chooser:
     def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
         device = self._variant.device
+        if not self._is_real:  # the limit may be that of another machine
+            room_bytes = min(room_bytes, available_bytes(device, 0) or 0)
         model = lowering.graph(pool=False).times_ns.tolist()
         with self._trying():
             measured = times(
