@@ -165,6 +165,20 @@ def test_what_a_plan_has_in_memory_lies_in_no_file(tmp_path: Path) -> None:
     assert sum(one.nbytes for one in there) >= step.memory().persistent_bytes - 2**12
 
 
+def test_a_report_shows_what_is_moved_by_phase_and_kind(tmp_path: Path) -> None:
+    step = paged(tmp_path)
+    trained(step, perceptron(), 2)
+    step.report(tmp_path / "report.html")
+    assert "What is moved to files and back" in (tmp_path / "report.html").read_text()
+    traffic, memory = step._anatomy().traffic, step.memory()
+    for place, moved in ((2, memory.read_bytes), (3, memory.written_bytes)):
+        by_kind: dict[str, int] = {}
+        for one in traffic:
+            by_kind[one[1]] = by_kind.get(one[1], 0) + one[place]
+        assert {kind: size for kind, size in by_kind.items() if size} == moved
+    assert {one[0] for one in traffic} >= {"forward", "update"}
+
+
 def are_paged(made: tuple[Any, Any]) -> list[bool]:
     """Of each tensor that is large enough, whether it lies in a file."""
     large = [one for one in made[0].parameters() if one.nbytes >= paging.LEAST_BYTES]

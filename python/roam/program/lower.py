@@ -1099,14 +1099,33 @@ def moved_bytes(program: Program, *targets: type) -> dict[str, int]:
     """By kind, the bytes of all tensors that calls with targets of these classes read from files or
     write there.
     """
-    kinds, moved = kinds_of(program, program.leaving()), Counter[str]()
-    for call in program.calls:
+    moved = Counter[str]()
+    for call, kind, size_bytes in _moved(program):
         if isinstance(call.target, targets):
+            moved[kind] += size_bytes
+    return dict(moved)
+
+
+def traffic(program: Program) -> list[tuple[str, str, int, int]]:
+    """Phase, kind, and bytes of what is read from files and of what is written there, in the order
+    in which they come first.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for call, kind, size_bytes in _moved(program):
+        both = found.setdefault((call.phase, kind), [0, 0])
+        both[not isinstance(call.target, Fetch)] += size_bytes
+    return [(*key, *both) for key, both in found.items()]  # type: ignore[misc]
+
+
+def _moved(program: Program) -> Iterator[tuple[Call, str, int]]:
+    """Each call that reads a tensor from a file or writes it there, with its kind and its bytes."""
+    kinds = kinds_of(program, program.leaving())
+    for call in program.calls:
+        if isinstance(call.target, (Fetch, Put, Keep)):
             paged = call.args[0] if isinstance(call.target, Fetch) else call.args[-1]
             slot = call.outputs[0] if isinstance(call.target, Keep) else paged.slot
             number = program.storage_of(slot)  # type: ignore[arg-type]
-            moved[kinds[number]] += program.storages[number].size_bytes
-    return dict(moved)
+            yield call, kinds[number], program.storages[number].size_bytes
 
 
 def device_of(program: Program) -> torch.device:
