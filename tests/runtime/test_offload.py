@@ -17,6 +17,7 @@ from test_expand import MAKERS
 import roam
 from replays import all_again, at_random, planning
 from roam.kernels import transfers
+from roam.kernels.transfers import Link
 from roam.program import offload
 from roam.program.chunks import Folder, aligned
 from roam.program.ir import Program
@@ -347,7 +348,7 @@ def test_time_is_measured_once_for_a_disk(tmp_path: Path, monkeypatch: pytest.Mo
     runs: list[int] = []
     measured = transfers._measured_ns
 
-    def counted(tier: Tier) -> int:
+    def counted(tier: Tier) -> dict[str, int]:
         runs.append(1)
         return measured(tier)
 
@@ -361,6 +362,38 @@ def test_time_is_measured_once_for_a_disk(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(runs) == 1
     assert transfers.time_ns(block, 2**22) == block
     assert transfers.time_ns(block, 1) >= 1
+
+
+def test_what_the_page_cache_does_not_hold_takes_as_long_as_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"block": 30, "read": 10, "write": 20, "read disk": 100, "write disk": 200}
+    monkeypatch.setattr(transfers, "_learned", {})
+    monkeypatch.setattr(transfers, "recall", lambda *_: {})
+    monkeypatch.setattr(transfers, "retain", lambda *_: None)
+    monkeypatch.setattr(transfers, "rounded", lambda time_ns: time_ns)
+    monkeypatch.setattr(transfers, "_measured_ns", lambda _: told)
+    monkeypatch.setattr(transfers, "_waiting_share", lambda: 0.25)
+    tier = Tier(Folder(tmp_path))
+
+    def link(files_bytes: int, changed_bytes: int) -> tuple[int, int]:
+        found = Link.of(tier, 2**30, 1000, files_bytes, changed_bytes)
+        return tuple(found.time_ns(2**22, is_read=is_read) for is_read in (True, False))
+
+    assert link(1000, 250) == (10, 20)
+    assert link(1000, 251) == (10, 200)
+    assert link(1001, 0) == (100, 20)
+    assert link(4000, 4000) == (100, 200)
+
+
+def test_what_is_forgotten_is_read_from_the_disk_again(tmp_path: Path) -> None:
+    tier, tensor = Tier(Folder(tmp_path)), torch.randn(4096)
+    with tier.held(2**14):
+        tier.store(tensor, 0)
+        tier.forget()
+        found = torch.empty(4096)
+        tier.load(found, 0)
+    assert torch.equal(found, tensor)
 
 
 def captured(step: Callable[..., Any], *args: Any) -> Lowering:

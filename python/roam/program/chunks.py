@@ -82,6 +82,9 @@ class Chunk(mmap.mmap):
         """
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Has the next load take as long as any: from the disk, as far as the system is asked."""
+
     def tensor(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor like another one, whose memory is this."""
         size_bytes = like.numel() * like.itemsize
@@ -120,6 +123,11 @@ class _File(Chunk):
             if not done:
                 raise OSError("the file of offloaded tensors is too short")
             left, offset_bytes = left[done:], offset_bytes + done
+
+    def forget(self) -> None:
+        os.fdatasync(self.descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Memory(Chunk):
@@ -173,7 +181,7 @@ class Folder:
         return torch.device("cpu")
 
     @property
-    def link(self) -> object:
+    def disk(self) -> object:
         """What all have in common whose copies take equally long.
 
         Raises:
@@ -227,7 +235,7 @@ class Host:
     device: torch.device
 
     @property
-    def link(self) -> object:
+    def disk(self) -> object:
         """As for a folder."""
         return HOST
 

@@ -59,6 +59,13 @@ class WritesResults(Protocol):
         """The same for a run of the call on other slots."""
 
 
+class TimesCopies(Protocol):
+    """What the planner has to know about the way to files and back."""
+
+    def time_ns(self, size_bytes: int, *, is_read: bool) -> int:
+        """Nanoseconds to read or write so many bytes, at least 1."""
+
+
 _HANDLE_BYTES = 1
 """What a tensor in a file counts."""
 Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
@@ -294,7 +301,7 @@ class Lowering:
         chosen: Iterable[tuple[Page, Collection[int]]],
         pages: Pages,
         placed: Callable[[Call], WritesResults],
-        time_ns: Callable[[int], int],
+        link: TimesCopies,
     ) -> Lowering:
         """The same program with tensors in files before and after the step.
 
@@ -302,13 +309,17 @@ class Lowering:
             chosen: some of its `pages`, each with the uses after which it is not in memory.
             pages: where they are.
             placed: how a call that reads a tensor writes its result.
-            time_ns: nanoseconds that it takes to write and read so many bytes.
+            link: how long reading and writing takes.
         """
         found = with_pages(self.program, chosen, pages)
         result = self._with_more(found.program, found.calls, placed)
         result.paged, result.unpaged = pages, self
         result._times |= {
-            index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
+            index: link.time_ns(
+                result.moved_bytes(index),
+                is_read=isinstance(result.program.calls[index].target, Fetch),
+            )
+            for index in result.moves
         }
         return result
 
@@ -1088,14 +1099,33 @@ def moved_bytes(program: Program, *targets: type) -> dict[str, int]:
     """By kind, the bytes of all tensors that calls with targets of these classes read from files or
     write there.
     """
-    kinds, moved = kinds_of(program, program.leaving()), Counter[str]()
-    for call in program.calls:
+    moved = Counter[str]()
+    for call, kind, size_bytes in _moved(program):
         if isinstance(call.target, targets):
+            moved[kind] += size_bytes
+    return dict(moved)
+
+
+def traffic(program: Program) -> list[tuple[str, str, int, int]]:
+    """Phase, kind, and bytes of what is read from files and of what is written there, in the order
+    in which they come first.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for call, kind, size_bytes in _moved(program):
+        both = found.setdefault((call.phase, kind), [0, 0])
+        both[not isinstance(call.target, Fetch)] += size_bytes
+    return [(*key, *both) for key, both in found.items()]  # type: ignore[misc]
+
+
+def _moved(program: Program) -> Iterator[tuple[Call, str, int]]:
+    """Each call that reads a tensor from a file or writes it there, with its kind and its bytes."""
+    kinds = kinds_of(program, program.leaving())
+    for call in program.calls:
+        if isinstance(call.target, (Fetch, Put, Keep)):
             paged = call.args[0] if isinstance(call.target, Fetch) else call.args[-1]
             slot = call.outputs[0] if isinstance(call.target, Keep) else paged.slot
             number = program.storage_of(slot)  # type: ignore[arg-type]
-            moved[kinds[number]] += program.storages[number].size_bytes
-    return dict(moved)
+            yield call, kinds[number], program.storages[number].size_bytes
 
 
 def device_of(program: Program) -> torch.device:

@@ -78,6 +78,11 @@ class Tier:
         assert self._chunk is not None, "it is held"
         self._chunk.load(tensor, offset_bytes)
 
+    def forget(self) -> None:
+        """As `Chunk.forget`, while held."""
+        assert self._chunk is not None, "it is held"
+        self._chunk.forget()
+
 
 @dataclass(frozen=True, slots=True)
 class Store:

@@ -26,6 +26,7 @@ from roam.own_code import compiled_step
 from roam.program.chunks import HOST, is_available
 from roam.program.ir import Program
 from roam.program.links import Links
+from roam.program.lower import traffic
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
 from roam.report.communication import Communication
@@ -687,7 +688,8 @@ class Step:
             tried(f"memory={name}", partial(self._figures_within, later, choice, limit))
             for name, limit in asked.items()
         ]
-        return Anatomy(later.name, planned_by(choice), plain_of(choice), other, changes)
+        moved = traffic(choice.program)
+        return Anatomy(later.name, planned_by(choice), plain_of(choice), other, changes, moved)
 
     def _figures_within(
         self, variant: Variant, known: Choice, limit: MemoryLimit

@@ -42,9 +42,9 @@ class Traffic:
         folder: the folder.
         read_bytes, written_bytes: parameters, state and gradients.
         offloaded_bytes: activations, which are written once and read at least once.
-        extra_s: seconds that the step takes beyond one without a limit, by the model of the device
-            and the measured speed of the folder's disk, with what runs again.
-        step_s: seconds of the step without a limit, by the model of the device.
+        extra_s: seconds that the step takes beyond one without a limit, by times of kernels and
+            speeds of the folder's disk that are measured on this machine, with what runs again.
+        step_s: seconds of the step without a limit, by the same times.
     """
 
     folder: str
@@ -184,8 +184,8 @@ def fit(
         device: where the step would run, ``"cpu"`` or ``"cuda"``.
         most: the largest size that is tried.
         offload: a folder for tensors that may lie in files, as for `roam.compile`; operators may
-            run again then, too. `Trial.traffic` says what a step moves there, and what that takes.
-            The speed of the disk is measured.
+            run again then, too. `Trial.traffic` says what a step moves there, and what that takes:
+            the speed of the disk is measured, and kernels are timed on zeros.
         sizes: how large batches get at a size, as for `roam.compile`, or a function of the size
             that says so: then all of these batches have to fit, whichever `make_inputs` makes. So
             the size may be a number of tokens of batches that are long or wide.
@@ -248,8 +248,12 @@ def graphs_of(
         CaptureError: the step cannot be captured exactly, has no steady step, or goes another way
             at some of these sizes.
     """
+    return graphs_in(captured_of(train_step, args, sizes), random_states=random_states)
+
+
+def graphs_in(captured: CapturedStep, *, random_states: bool = False) -> list[Graph]:
+    """The same of a step that has been captured."""
     with collections_wait():
-        captured = captured_of(train_step, args, sizes)
         return [
             variant.graph_with_states if random_states else variant.graph
             for variant in (captured.first, captured.steady)
@@ -262,17 +266,19 @@ def captured_of(
 ) -> CapturedStep:
     """A step that can be planned before it has run."""
     capture = partial(capture_step, train_step, tuple(args), {}, known=Known())
-    if sizes is None:
-        captured = capture()
-    else:
-        ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
-        captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
-        if reason:
-            raise CaptureError(
-                f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
-                "largest batch in make_inputs",
-                code="value_reached_python",
-            )
+    reason = ""
+    with collections_wait():
+        if sizes is None:
+            captured = capture()
+        else:
+            ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
+            captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
+    if reason:
+        raise CaptureError(
+            f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
+            "largest batch in make_inputs",
+            code="value_reached_python",
+        )
     if captured.steady is None:
         assert captured.first is not None, "one of them is there"
         raise captured.first.program.unsettled or CaptureError(
@@ -423,6 +429,7 @@ def _tried_in_files(
             pool=None,
             time_limit_s=None,
             is_real=False,
+            is_timed=True,
             memory=MemoryLimit(size_bytes=limit_bytes),
             offload=folder,
         )

@@ -31,7 +31,7 @@ from roam.kernels.kept import recalled
 from roam.kernels.tiles import exactly_tiled, other_blocks
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
-from roam.kernels.transfers import block_ns, placed_load, time_ns
+from roam.kernels.transfers import Link, placed_load
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program import residency
@@ -335,6 +335,7 @@ def choose(
     undoes: bool = False,
     effort: Effort = "all",
     timings: Timings | None = None,
+    is_timed: bool | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
     limit, a plan within the limit in which calls run again.
@@ -360,6 +361,7 @@ def choose(
         undoes: whether a first run copies all arguments that it changes, to undo a failure.
         effort: what may be done to keep within a limit.
         timings: what this takes is added to it.
+        is_timed: whether kernels may be timed on this device; None: if `is_real`.
 
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
@@ -397,6 +399,7 @@ def choose(
                 undoes,
                 effort,
                 timings,
+                is_real if is_timed is None else is_timed,
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
             enough_bytes = max(enough_bytes, chooser.plain.total_bytes)
@@ -480,12 +483,14 @@ class _Chooser:
         undoes: bool,
         effort: Effort,
         timings: Timings,
+        is_timed: bool,
     ) -> None:
         self._variant = variant
         self._pool = pool
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._streams = streams
         self._is_real = is_real
+        self._is_timed = is_timed
         self._keeps_checkpoints = keeps_checkpoints
         self._tier = None if place is None else Tier.of(place)
         self._undoes = undoes
@@ -828,7 +833,7 @@ class _Chooser:
         lowering = lowering.holding().with_states()
         # Where collectives may run again, all ranks have to choose the same, and the cost model
         # tells all of them the same.
-        if not self._is_real or gathers_again(lowering.repeats):
+        if not self._is_timed or gathers_again(lowering.repeats):
             return lowering
         return self._timed(lowering, self._left(left_bytes))
 
@@ -864,7 +869,7 @@ class _Chooser:
         if self.plain.total_bytes > left_bytes:
             return choice
         as_written = self._lowered
-        if self._is_real:
+        if self._is_timed:
             as_written = self._timed(as_written, self._left(left_bytes))
         own_s = as_written.graph(pool=False).times_ns[sorted(left_out)].sum() / 1e9
         return choice if choice.recomputation.extra_s <= own_s else None
@@ -916,6 +921,8 @@ class _Chooser:
     def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
         device = self._variant.device
+        if not self._is_real:  # the limit may be that of another machine
+            room_bytes = min(room_bytes, available_bytes(device, 0) or 0)
         model = lowering.graph(pool=False).times_ns.tolist()
         with self._trying():
             measured = times(
@@ -965,7 +972,7 @@ class _Chooser:
         pages = self._pages_of(lowering)
         if not pages:
             return None
-        files, transfer_ns = Pages(self._tier.place), self._transfer_ns(limit_bytes, lowering)
+        files = Pages(self._tier.place)
         self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
 
         # The order is that of a plan in which everything is in its file as much as it can be: its
@@ -974,7 +981,7 @@ class _Chooser:
             [(page, page.usual_cuts) for page in pages if page.is_cut],
             files,
             placed_load,
-            transfer_ns,
+            self._link(limit_bytes, lowering, (page for page in pages if page.is_cut)),
         )
         order = self._planned(spread.graph(pool=False), 0).order
         listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
@@ -998,14 +1005,22 @@ class _Chooser:
             if not self._is_real or page.reference is None or is_movable(page.reference.get())
         ]
 
-    def _transfer_ns(self, limit_bytes: int, lowering: Lowering) -> Callable[[int], int]:
-        """Tells nanoseconds to write and read so many bytes."""
+    def _link(self, limit_bytes: int, lowering: Lowering, kept: Iterable[Page]) -> Link:
+        """The way to files of these tensors and back, beside a step that takes its limit."""
         assert self._tier is not None, "there are files"
-        return partial(time_ns, block_ns(self._tier, self._room_to_measure(lowering, limit_bytes)))
+        kept = list(kept)
+        free_bytes = available_bytes(self._variant.device, 0) or 0
+        return Link.of(
+            self._tier,
+            self._room_to_measure(lowering, limit_bytes),
+            max(free_bytes - limit_bytes, 0),
+            sum(page.size_bytes for page in kept),
+            sum(page.size_bytes for page in kept if page.changes),
+        )
 
     def _room_to_measure(self, lowering: Lowering, left_bytes: int) -> int | None:
         """How much memory there is to measure a disk in; None if it is not measured."""
-        return left_bytes if self._is_real and not gathers_again(lowering.repeats) else None
+        return left_bytes if self._is_timed and not gathers_again(lowering.repeats) else None
 
     def _resident(
         self,
@@ -1019,7 +1034,6 @@ class _Chooser:
         """A plan within a limit, in program order, in which pages are in memory so that a step
         moves few bytes; None if none is found.
         """
-        transfer_ns = self._transfer_ns(limit_bytes, lowering)
         plans = self._paging(limit_bytes, replace(best, pages=files), pool)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
         sizes = [page.size_bytes for page in pages]
@@ -1032,7 +1046,8 @@ class _Chooser:
             found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
             cuts = [some[one][1] for some, one in zip(ways, found.ways, strict=True)]
             kept = [(page, cut) for page, cut in zip(pages, cuts, strict=True) if cut is not None]
-            return found, lowering.paging(kept, files, placed_load, transfer_ns)
+            link = self._link(limit_bytes, lowering, (page for page, _ in kept))
+            return found, lowering.paging(kept, files, placed_load, link)
 
         best_found: tuple[Choice, Lowering] | None = None
         slack_bytes = 0  # the room was estimated; a plan tells how much there is
