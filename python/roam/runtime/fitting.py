@@ -432,6 +432,7 @@ def _tried_in_files(
             is_timed=True,
             memory=MemoryLimit(size_bytes=limit_bytes),
             offload=folder,
+            effort="runs",  # what else would be enough is not asked
         )
     except PlanError as error:
         if error.code not in _REFUSED:

@@ -14,8 +14,10 @@ use std::cmp::Reverse;
 /// So many moments at most have a price.
 const MOMENTS: usize = 24;
 /// Changes of the prices after each new moment.
-const STEPS: usize = 200;
-const LAST_STEPS: usize = 2000;
+const STEPS: usize = 60;
+/// So often are prices changed anew from the best ones at the end, each time so many times.
+const LAST_ROUNDS: usize = 8;
+const LAST_STEPS: usize = 400;
 /// After so many changes without a better bound they become smaller.
 const STALE: usize = 12;
 
@@ -75,24 +77,18 @@ pub fn choose(sizes: &[u64], ways: &[Vec<Way>], room: &[i64]) -> Found {
         let most: f64 = sizes.iter().map(|&size| size as f64).sum();
         prices.rise(STEPS, best.as_ref().map_or(most + 2.0 * prices.best, |best| best.moved_bytes as f64));
         chosen = prices.cheapest();
-        best = Some(repaired(&sizes, &ways, chosen.clone(), &prices, &room).min_with(best));
+        let found = repaired(&sizes, &ways, chosen.clone(), &prices, &room);
+        best = Some(best.map_or_else(|| found.clone(), |best| best.min(found.clone())));
     }
-    let Some(found) = best else {
+    let Some(mut best) = best else {
         return Found { most_over_bytes: 0, moved_bytes: 0, ways: chosen, least_bytes: 0 };
     };
-    prices.rise(LAST_STEPS, found.moved_bytes as f64);
-    let last = repaired(&sizes, &ways, prices.cheapest(), &prices, &room);
-    let least_bytes = (prices.best - 1e-6).ceil().max(0.0) as u64;
-    Found { least_bytes, ..last.min_with(Some(found)) }
-}
-
-impl Found {
-    fn min_with(self, other: Option<Found>) -> Found {
-        match other {
-            Some(other) => self.min(other),
-            None => self,
-        }
+    for _ in 0..LAST_ROUNDS {
+        prices.rise(LAST_STEPS, best.moved_bytes as f64);
+        best = repaired(&sizes, &ways, prices.cheapest(), &prices, &room).min(best);
     }
+    best.least_bytes = (prices.best - 1e-6).ceil().max(0.0) as u64;
+    best
 }
 
 /// The same with one moment for all between which no way begins or ends: that of the least room.
