@@ -8,7 +8,7 @@ import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,6 +306,48 @@ def test_a_tensor_of_any_layout_is_copied_as_it_lies() -> None:
         assert is_paged(kept)
         assert kept.stride() == tensor.stride()
         assert_same_bits([tensor], [kept])
+
+
+@pytest.mark.parametrize("sees_addresses", [True, False])
+def test_memory_is_pinned_until_all_that_is_enqueued_is_done(
+    sees_addresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class System:
+        """What is asked of the driver and of the runtime."""
+
+        def cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> None:
+            assert (attribute, device) == (91, 1)
+            found._obj.value = int(sees_addresses)
+
+        def cudaHostRegister(self, *given: int) -> int:
+            calls.append(("pinned", *given))
+            return 0
+
+        def cudaHostUnregister(self, *given: int) -> int:
+            calls.append(("given back", *given))
+            return 0
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(chunks.ctypes, "CDLL", lambda name: System())
+    monkeypatch.setattr(torch.cuda, "cudart", System)
+    monkeypatch.setattr(torch.cuda, "device", lambda one: nullcontext())
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda one: calls.append(("waited", one)))
+    chunk = Host(torch.device("cpu")).chunk(10_000)
+    address = chunk.address
+    if not sees_addresses:
+        with pytest.raises(OSError, match="at the host's address"):
+            chunks._pin(chunk, device)
+        assert not calls
+        return
+    chunks._pin(chunk, device)
+    tensor = chunk.tensor(4096, torch.empty(5))
+    del chunk
+    assert calls == [("pinned", address, 10_000, 0)]
+    del tensor
+    assert calls[1:] == [("waited", device), ("given back", address)]
 
 
 def on_a_device(where: Any) -> StepMemory:

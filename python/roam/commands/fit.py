@@ -46,8 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         metavar="FOLDER",
-        help="a folder for files of parameters, state and activations: find the largest size with "
-        "these too; the speed of its disk is measured",
+        help="a folder for files of parameters, state and activations, or `host` for the host's memory "
+        "on CUDA: find the largest size with these too; the speed of a disk is measured",
     )
     add_capture(parser, has_step=False)
 
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> list[Any]:
         raise UsageError("--memory: give an amount of bytes here, not a share of a total")
     if arguments.offload and arguments.no_recompute:
         raise UsageError("--offload: with files operators may run again; leave --no-recompute out")
-    if arguments.offload and device != "cpu":
-        raise UsageError("--offload: only on the CPU do plans keep tensors in files")
+    if arguments.offload and (arguments.offload == "host") != (device == "cuda"):
+        raise UsageError("--offload: name a folder on the CPU, and with --device cuda `host`")
     zoo.check(arguments.model, **settings)
     least, most = 1, arguments.most
     if arguments.largest == "seq":

@@ -10,7 +10,8 @@ device's copy engine. A copy to or from the host is enqueued on the stream that 
 made in its order, as kernels are; nobody waits for it.
 
 In a forked process maps of files are private: it sees its parent's files, and what it writes there
-is its own.
+is its own. Memory of the host is shared with it, so that what a device copies stays where it is
+pinned; the device itself cannot be used there.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Chunk(mmap.mmap):
     Attributes:
         address: where it begins.
         process: which process has made it.
-        is_private: whether what a process writes to its memory is seen by nobody else.
+        is_private: whether its memory may hold something else than what is loaded from it.
     """
 
     address: int
@@ -96,9 +97,9 @@ class Chunk(mmap.mmap):
     def _bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
         return torch.frombuffer(self, dtype=torch.uint8, count=size_bytes, offset=offset_bytes)
 
-    def _begin(self, *, is_private: bool) -> None:
+    def _begin(self) -> None:
         """Makes it known, once it is mapped."""
-        self.process, self.is_private = os.getpid(), is_private
+        self.process, self.is_private = os.getpid(), False
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         _chunks[self.address] = self
 
@@ -211,7 +212,7 @@ class Folder:
             raise self.full(f"{size_bytes:,} bytes of offloaded tensors", error) from error
         weakref.finalize(chunk, os.close, descriptor)
         chunk.descriptor = descriptor
-        chunk._begin(is_private=False)
+        chunk._begin()
         return chunk
 
     def full(self, what: str, error: BaseException) -> ExecutionError:
@@ -245,9 +246,9 @@ class Host:
     def chunk(self, size_bytes: int) -> Chunk:
         """As for a folder."""
         try:
-            chunk = _Memory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            chunk = _Memory(-1, size_bytes)
             chunk.device = self.device
-            chunk._begin(is_private=True)
+            chunk._begin()
             if self.device.type == "cuda":
                 _pin(chunk, self.device)
         except (OSError, RuntimeError) as error:
@@ -298,12 +299,13 @@ def _pin(chunk: Chunk, device: torch.device) -> None:
     system = torch.cuda.cudart()
     with torch.cuda.device(device):
         torch.cuda.check_error(system.cudaHostRegister(chunk.address, len(chunk), 0))
-    weakref.finalize(chunk, _unpin, chunk.address, device).atexit = False
+    weakref.finalize(chunk, _unpin, chunk.address, device, os.getpid()).atexit = False
 
 
-def _unpin(address: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # what is enqueued may still use it
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+def _unpin(address: int, device: torch.device, process: int) -> None:
+    if process == os.getpid():  # a forked one has no device
+        torch.cuda.synchronize(device)  # what is enqueued may still use it
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
@@ -325,9 +327,9 @@ def _part() -> None:
     read them, and a write ends it.
     """
     for chunk in list(_chunks.values()):
-        if chunk.is_private:  # that process's own parent was forked, and may have changed it
+        # That process's own parent may have been forked, and may have changed it.
+        if chunk.is_private or not isinstance(chunk, _File):
             continue
-        assert isinstance(chunk, _File), "a map that is shared"
         chunk.is_private = True
         system = ctypes.CDLL(None)
         system.mmap.restype = ctypes.c_void_p
