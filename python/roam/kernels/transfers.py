@@ -93,6 +93,8 @@ class Link:
             files_bytes: what the files hold.
             changed_bytes: what of it a step changes.
         """
+        if room_bytes is None:  # ranks that have to plan alike may have other free memory
+            return cls(_MODEL_NS // 2, _MODEL_NS // 2)
         found = _times(tier, room_bytes)
         read = "read" if files_bytes <= cache_bytes else "read disk"
         write = "write" if changed_bytes <= cache_bytes * _waiting_share() else "write disk"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from roam.errors import ExecutionError
+from roam.errors import CaptureError, ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
 from roam.program.operators import is_foreign
@@ -560,6 +560,12 @@ class Matched(HiddenMode):
                 source=source,
             )
             raise self.failure
+
+    def unsettled(self, failed: CaptureError) -> None:
+        """Nothing of this call is to be repeated; a later one may be."""
+        self.leave(str(failed))
+        if self.lazy is not None:
+            self.lazy.unsettled(failed)
 
     def switching(self) -> None:
         """How kernels compute is about to be changed."""

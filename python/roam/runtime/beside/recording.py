@@ -215,6 +215,10 @@ class Recorder(HiddenMode):
         """Python is about to do what cannot be followed."""
         self.fail(what, code, is_unseen=code != "refused_operator")
 
+    def unsettled(self, failed: CaptureError) -> None:
+        """Nothing of this call is to be repeated; a later one may be."""
+        self.recording.failed = self.recording.failed or failed
+
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
 
