@@ -385,7 +385,7 @@ def test_what_the_page_cache_does_not_hold_takes_as_long_as_the_disk(
     assert link(1001, 0) == (100, 20)
     assert link(4000, 4000) == (100, 200)
     unmeasured = Link.of(tier, None, 1000, 4000, 4000)
-    assert unmeasured.read_ns == unmeasured.write_ns == transfers._MODEL_NS // 2
+    assert unmeasured.read_ns == unmeasured.write_ns == transfers._MODEL_NS["cpu"] // 2
 
 
 def test_what_is_forgotten_is_read_from_the_disk_again(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ class Link:
             changed_bytes: what of it a step changes.
         """
         if room_bytes is None:  # ranks that have to plan alike may have other free memory
-            return cls(_MODEL_NS // 2, _MODEL_NS // 2)
+            model_ns = _MODEL_NS[tier.place.device.type] // 2
+            return cls(model_ns, model_ns)
         found = _times(tier, room_bytes)
         read = "read" if files_bytes <= cache_bytes else "read disk"
         write = "write" if changed_bytes <= cache_bytes * _waiting_share() else "write disk"
