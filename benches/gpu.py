@@ -11,6 +11,7 @@ while one waits.
 | `large` | GPT-2 medium and XL, llama-1b and ViT-B/16 in bfloat16 |
 | `traces` | profiles of a step of GPT-2 and ResNet-50: eager, by plan, as a CUDA graph |
 | `budgets` | 75, 50 and 25 % beside checkpointing and `activation_memory_budget` |
+| `host` | GPT-2 and its medium at batch 1 in 50 and 33 %, parameters and state with the host |
 | `estimates` | plans of the zoo's models with the device and without it: do they agree? |
 
 A part that fails or takes longer does not keep the others from running; `parts.json` says how each
@@ -125,6 +126,10 @@ PARTS: dict[str, Callable[[Path, bool], str]] = {
     "optimizers": trained(
         "optimizers", ("gpt2",), "--optimizers", "default", "foreach=False",
         "--ways", "eager", "eager-again", "roam",
+    ),
+    "host": trained(
+        "host", ("gpt2", "gpt2-medium"), "--optimizers", "fused", "--batch", "1", "--deterministic",
+        "--ways", "eager", "eager-again", "roam", "roam-host-50%", "roam-host-33%",
     ),
     "estimates": estimates,
 }  # fmt: skip

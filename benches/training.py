@@ -18,6 +18,7 @@ their bits.
 | `roam-cuda-graph` | the same with `cuda_graph=True` |
 | `roam-streams` | the same with `streams=2` |
 | `roam-75%`, `roam-50%`, `roam-25%` | the same with `memory=` that share of what it takes without |
+| `roam-host-50%`, `-33%` | the same with `offload="host"`, too |
 | `checkpoint` | every block by `torch.utils.checkpoint` |
 
 "x eager" is the speed where each step waits for the device before and after, "unwaited" that of
@@ -61,11 +62,13 @@ OPTIMIZERS = ("foreach=False", "default", "fused")
 WAYS = (
     "eager", "eager-again", "roam", "roam-cuda-graph", "roam-pool", "roam-no-pool", "in-backward", "eager-expandable",
     "torch-compile", "roam-inductor", "roam-streams", "roam-75%", "roam-50%", "roam-25%", "checkpoint",
-    "torch-compile-50%", "torch-compile-25%",
+    "torch-compile-50%", "torch-compile-25%", "roam-host-50%", "roam-host-33%",
 )  # fmt: skip
 _MAIN = ("eager", "eager-again", "roam")
 OURS = tuple(way for way in WAYS if way.startswith("roam"))
-ON_CUDA = ("eager-expandable", "roam-cuda-graph", "roam-streams")
+ON_CUDA = (
+    "eager-expandable", "roam-cuda-graph", "roam-streams", "roam-host-50%", "roam-host-33%",
+)  # fmt: skip
 """Ways that there are on CUDA alone."""
 COMPILED = ("roam-inductor",)
 """Ours whose bits are not those of eager PyTorch."""

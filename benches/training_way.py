@@ -51,6 +51,8 @@ OURS: dict[str, dict[str, Any]] = {
     "roam-75%": {"memory": "75%"},
     "roam-50%": {"memory": "50%"},
     "roam-25%": {"memory": "25%"},
+    "roam-host-50%": {"memory": "50%", "offload": "host"},
+    "roam-host-33%": {"memory": "33%", "offload": "host"},
 }
 """Our ways, with the options that each is compiled with."""
 REFERENCE = "eager"
@@ -369,7 +371,7 @@ def timing(steps: list[tuple[float, float]]) -> dict[str, Any]:
 def planned(step: Any, measured_bytes: int) -> dict[str, Any]:
     """What the steady step's plan promised, and how much of it was measured."""
     runner = step._captures[0].runners[-1]
-    choice = runner.choice
+    choice, memory = runner.choice, runner.memory
     return {
         "operators": choice.graph.num_operators,
         "planned_bytes": choice.total_bytes,
@@ -379,6 +381,12 @@ def planned(step: Any, measured_bytes: int) -> dict[str, Any]:
         "persistent_bytes": choice.plan.persistent_bytes,
         "program_order_bytes": choice.eager_bytes,
         "totals": [list(total) for total in choice.totals],
+        "read_bytes": dict(memory.read_bytes),
+        "written_bytes": dict(memory.written_bytes),
+        "offloaded_bytes": memory.offloaded_bytes,
+        "least_moved_bytes": memory.least_moved_bytes,
+        "planned_extra_s": memory.extra_s,
+        "planned_step_s": memory.step_s,
     }
 
 

@@ -30,8 +30,8 @@ import hard_limit
 import roam
 
 WIDTH, LAYERS, TOKENS, WORDS, STEPS = 768, 3, 32, 512, 20
-OWN_BYTES = 2**24
-"""For what capture and planning themselves leave behind."""
+OWN_BYTES = 2**25
+"""For what capture and planning themselves leave behind: as in `hard_limit`."""
 Made = tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "baseline",
     "baseline_order",
     "caching_allocator_bytes",
+    "choose_residency",
     "compare_routes",
     "optimize",
     "pack",
@@ -846,6 +847,28 @@ def verify(graph: Graph, plan: Plan) -> None:
 
     Raises:
         PlanError: it is not; `code` tells how.
+    """
+
+def choose_residency(
+    sizes: Sequence[int],
+    ways: Sequence[Sequence[tuple[int, Sequence[tuple[int, int]]]]],
+    room: Sequence[int],
+) -> tuple[list[int], int, int, int]:
+    """Chooses for each tensor a way to be kept, so that few bytes are moved within the room.
+
+    Args:
+        sizes: bytes of each tensor.
+        ways: for each tensor, how it may be kept: what that moves, in bytes, and the first and the
+            last moment of each time that it is in memory. The first is in memory wherever another
+            one is.
+        room: for each moment, the bytes that there are for them.
+
+    Returns:
+        For each tensor the place of the chosen way in its list; what the ways move; what any choice
+        moves at least; by how much the choice exceeds the room at its worst moment.
+
+    Raises:
+        ValueError: a tensor has no size or no way, or a way is in memory at no moment of these.
     """
 
 def compare_routes(graph: Graph, reuse: bool = True, programs: bool = True) -> _Routes | None:

@@ -98,6 +98,23 @@ def test_each_copy_is_waited_for(checked: Checked) -> None:
         assert refused(checked, order[:at] + order[at + 1 :])
 
 
+def test_all_copies_are_made_in_one_order(checked: Checked) -> None:
+    """A call that copied by itself would overtake those that have begun."""
+    before, after, numbers, order, lies = checked
+    for at in places(checked, Fetch, Put):
+        call = after.calls[order[at]]
+        slot: Any = call.outputs[0] if isinstance(call.target, Fetch) else call.args[0].slot
+        calls = list(after.calls)
+        calls[order[at]] = replace(call, target=replace(call.target, is_beside=False))
+        wait = next(
+            place
+            for place in places(checked, Arrived, Left)
+            if place > at and after.calls[order[place]].args[0].slot == slot
+        )
+        alone = before, replace(after, calls=calls), numbers, order, lies
+        assert refused(alone, order[:wait] + order[wait + 1 :])
+
+
 def test_nothing_is_read_from_a_file_before_it_is_written_there(checked: Checked) -> None:
     _, after, _, order, _ = checked
     count = 0

@@ -224,6 +224,13 @@ def test_the_command_finds_what_fits_with_files(
     assert traffic["read_bytes"] > traffic["written_bytes"] > 0
     assert cli.main([*asked, "--no-recompute"]) == 2
     assert cli.main([*asked, "--device", "cuda"]) == 2
+    assert cli.main([*asked[:-1], "host"]) == 2
+
+
+def test_the_command_finds_what_fits_with_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["fit", "gpt2-tiny", "--device", "cuda", "--memory", "2MiB", "--most", "1"]
+    assert cli.main([*asked, "--offload", "host"]) == 0
+    assert "with the host's memory, of which a step reads" in capsys.readouterr().out
 
 
 def test_the_command_finds_the_largest_sequence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,12 @@ from test_expand import MAKERS
 import roam
 from replays import all_again, at_random, planning
 from roam.kernels import transfers
+from roam.kernels.transfers import Link
 from roam.program import offload
+from roam.program.chunks import Folder, aligned
 from roam.program.ir import Program
 from roam.program.lower import Lowering
-from roam.program.tier import Load, Store, Tier, aligned
+from roam.program.tier import Load, Store, Tier
 from roam.report.table import format_bytes
 from roam.runtime import offloading, strategy
 from training import Training, assert_same_bits, plain_step, run, state_of
@@ -263,7 +265,7 @@ def test_other_devices_are_refused(tmp_path: Path) -> None:
         training = perceptron()
         batch = torch.randn(512, 48), torch.zeros(512, dtype=torch.long)
     step = roam.compile(training.step, memory="50%", offload=tmp_path)
-    with pytest.raises(roam.PlanError, match="leave offload= out") as refused:
+    with pytest.raises(roam.PlanError, match='pass offload="host"') as refused:
         step.plan(*training.objects, *batch)
     assert refused.value.code == "offload_device"
 
@@ -277,7 +279,7 @@ def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
 
 def test_released_room_is_taken_again(tmp_path: Path) -> None:
     _, step, training = trained(memory="50%", offload=tmp_path)
-    tier = Tier.of(tmp_path.resolve())
+    tier = Tier.of(Folder(tmp_path.resolve()))
     assert tier.nbytes > 0
     step.release()
     assert tier.nbytes == 0
@@ -298,7 +300,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_is_loaded_is_what_was_stored(name: str, tmp_path: Path) -> None:
-    tensor, tier = TENSORS[name](), Tier(tmp_path)
+    tensor, tier = TENSORS[name](), Tier(Folder(tmp_path))
     other = torch.empty_like(tensor)
     size_bytes = tensor.numel() * tensor.itemsize
     shape, stride = tuple(tensor.shape), tensor.stride()
@@ -318,7 +320,7 @@ def test_what_is_loaded_is_what_was_stored(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_short_is_an_error(tmp_path: Path) -> None:
-    tier = Tier(tmp_path)
+    tier = Tier(Folder(tmp_path))
     with tier.held(8), pytest.raises(OSError, match="too short"):
         tier.load(torch.zeros(4), 0)
 
@@ -326,17 +328,17 @@ def test_a_file_that_is_too_short_is_an_error(tmp_path: Path) -> None:
 def test_a_forked_process_has_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = Tier(tmp_path)
+    tier = Tier(Folder(tmp_path))
     with tier.held(64):
-        inode = os.fstat(tier._descriptor).st_ino
+        inode = os.fstat(tier._chunk.descriptor).st_ino
     with tier.held(64):
-        assert os.fstat(tier._descriptor).st_ino == inode
+        assert os.fstat(tier._chunk.descriptor).st_ino == inode
     child = os.getpid() + 1
     monkeypatch.setattr(os, "getpid", lambda: child)
-    parent = os.dup(tier._descriptor)
+    parent = os.dup(tier._chunk.descriptor)
     try:
         with tier.held(64):
-            assert os.fstat(tier._descriptor).st_ino != inode
+            assert os.fstat(tier._chunk.descriptor).st_ino != inode
     finally:
         os.close(parent)
 
@@ -346,20 +348,54 @@ def test_time_is_measured_once_for_a_disk(tmp_path: Path, monkeypatch: pytest.Mo
     runs: list[int] = []
     measured = transfers._measured_ns
 
-    def counted(tier: Tier) -> int:
+    def counted(tier: Tier) -> dict[str, int]:
         runs.append(1)
         return measured(tier)
 
     monkeypatch.setattr(transfers, "_measured_ns", counted)
-    tier = Tier(tmp_path)
-    assert transfers.block_ns(tier, None) == transfers._MODEL_NS
-    assert transfers.block_ns(tier, 2**10) == transfers._MODEL_NS
+    tier = Tier(Folder(tmp_path))
+    assert transfers.block_ns(tier, None) == transfers._MODEL_NS["cpu"]
+    assert transfers.block_ns(tier, 2**10) == transfers._MODEL_NS["cpu"]
     assert not runs
     block = transfers.block_ns(tier, 2**30)
     assert transfers.block_ns(tier, 2**30) == block
     assert len(runs) == 1
     assert transfers.time_ns(block, 2**22) == block
     assert transfers.time_ns(block, 1) >= 1
+
+
+def test_what_the_page_cache_does_not_hold_takes_as_long_as_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"block": 30, "read": 10, "write": 20, "read disk": 100, "write disk": 200}
+    monkeypatch.setattr(transfers, "_learned", {})
+    monkeypatch.setattr(transfers, "recall", lambda *_: {})
+    monkeypatch.setattr(transfers, "retain", lambda *_: None)
+    monkeypatch.setattr(transfers, "rounded", lambda time_ns: time_ns)
+    monkeypatch.setattr(transfers, "_measured_ns", lambda _: told)
+    monkeypatch.setattr(transfers, "_waiting_share", lambda: 0.25)
+    tier = Tier(Folder(tmp_path))
+
+    def link(files_bytes: int, changed_bytes: int) -> tuple[int, int]:
+        found = Link.of(tier, 2**30, 1000, files_bytes, changed_bytes)
+        return tuple(found.time_ns(2**22, is_read=is_read) for is_read in (True, False))
+
+    assert link(1000, 250) == (10, 20)
+    assert link(1000, 251) == (10, 200)
+    assert link(1001, 0) == (100, 20)
+    assert link(4000, 4000) == (100, 200)
+    unmeasured = Link.of(tier, None, 1000, 4000, 4000)
+    assert unmeasured.read_ns == unmeasured.write_ns == transfers._MODEL_NS["cpu"] // 2
+
+
+def test_what_is_forgotten_is_read_from_the_disk_again(tmp_path: Path) -> None:
+    tier, tensor = Tier(Folder(tmp_path)), torch.randn(4096)
+    with tier.held(2**14):
+        tier.store(tensor, 0)
+        tier.forget()
+        found = torch.empty(4096)
+        tier.load(found, 0)
+    assert torch.equal(found, tensor)
 
 
 def captured(step: Callable[..., Any], *args: Any) -> Lowering:
@@ -378,7 +414,9 @@ def offered(step: Callable[..., Any]) -> list[str]:
     """Names of the calls whose results are offered, of a step on a weight and an input."""
     weight = torch.randn(6, 6, requires_grad=True)
     lowering = captured(step, weight, torch.randn(4, 6))
-    return names_of(lowering.program, [offer.slot for offer in lowering.offers(())])
+    return names_of(
+        lowering.program, [offer.slot for offer in lowering.offers(torch.device("cpu"), ())]
+    )
 
 
 def test_only_finished_activations_in_memory_of_their_own_are_offered() -> None:

@@ -33,6 +33,7 @@ from paged_training import (
     trained,
 )  # fmt: skip
 from roam.program import paging
+from roam.program.chunks import Folder
 from roam.program.pages import Pages, is_movable, is_paged
 from roam.runtime import available, strategy
 from training import assert_same_bits
@@ -152,6 +153,31 @@ def test_parameters_and_state_lie_in_files_between_steps(tmp_path: Path) -> None
     trained(paged(tmp_path), made, 2)
     assert list(map(id, made[0].parameters())) == identities
     assert sum(are_paged(made)) > 0.6 * len(are_paged(made))
+
+
+def test_what_a_plan_has_in_memory_lies_in_no_file(tmp_path: Path) -> None:
+    """The system would write it to the disk beside the step, and it would take no memory there."""
+    made = perceptron()
+    step = paged(tmp_path, memory=2 * persistent_bytes(*made))
+    trained(step, made, 3)
+    state = [one for some in made[1].state.values() for one in some.values()]
+    there = [one for one in (*made[0].parameters(), *state) if not is_paged(one)]
+    assert any(are_paged(made))
+    assert sum(one.nbytes for one in there) >= step.memory().persistent_bytes - 2**12
+
+
+def test_a_report_shows_what_is_moved_by_phase_and_kind(tmp_path: Path) -> None:
+    step = paged(tmp_path)
+    trained(step, perceptron(), 2)
+    step.report(tmp_path / "report.html")
+    assert "What is moved to files and back" in (tmp_path / "report.html").read_text()
+    traffic, memory = step._anatomy().traffic, step.memory()
+    for place, moved in ((2, memory.read_bytes), (3, memory.written_bytes)):
+        by_kind: dict[str, int] = {}
+        for one in traffic:
+            by_kind[one[1]] = by_kind.get(one[1], 0) + one[place]
+        assert {kind: size for kind, size in by_kind.items() if size} == moved
+    assert {one[0] for one in traffic} >= {"forward", "update"}
 
 
 def are_paged(made: tuple[Any, Any]) -> list[bool]:
@@ -417,7 +443,7 @@ def test_a_forked_process_changes_nothing_of_its_parents(
     child = os.getpid() + 1
     monkeypatch.setattr(os, "getpid", lambda: child)
     del parents
-    kept = Pages(tmp_path)
+    kept = Pages(Folder(tmp_path))
     weight = made[0][0].weight
     assert is_movable(weight)
     assert not is_paged(weight)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import Graph, zoo
@@ -14,6 +14,9 @@ from roam.commands.subject import add_capture, settings_of
 from roam.interrupts import interrupts_count
 from roam.report import Progress
 from roam.report.figures import plan_figures
+
+if TYPE_CHECKING:
+    from roam.tracing.step import CapturedStep
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         metavar="FOLDER",
-        help="a folder for files of parameters, state and activations: find the largest size with "
-        "these too; the speed of its disk is measured",
+        help="a folder for files of parameters, state and activations, or `host` for the host's memory "
+        "on CUDA: find the largest size with these too; the speed of a disk is measured",
     )
     add_capture(parser, has_step=False)
 
@@ -61,8 +64,8 @@ def run(arguments: argparse.Namespace) -> list[Any]:
         raise UsageError("--memory: give an amount of bytes here, not a share of a total")
     if arguments.offload and arguments.no_recompute:
         raise UsageError("--offload: with files operators may run again; leave --no-recompute out")
-    if arguments.offload and device != "cpu":
-        raise UsageError("--offload: only on the CPU do plans keep tensors in files")
+    if arguments.offload and (arguments.offload == "host") != (device == "cuda"):
+        raise UsageError("--offload: name a folder on the CPU, and with --device cuda `host`")
     zoo.check(arguments.model, **settings)
     least, most = 1, arguments.most
     if arguments.largest == "seq":
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> list[Any]:
             raise zoo.ZooError(f"{arguments.model} sees images and has no sequence length")
         least, most = 2, min(longest, most or longest)
 
-    from roam.runtime.fitting import MOST, captured_of, graphs_of, largest, largest_in_files
+    from roam.runtime.fitting import MOST, captured_of, graphs_in, largest, largest_in_files
 
     def made_at(size: int) -> tuple[Any, tuple[Any, ...]]:
         with interrupts_count(), roam.fake(device):
@@ -80,8 +83,12 @@ def run(arguments: argparse.Namespace) -> list[Any]:
             )
         return made.train_step, (made.model, made.optimizer, *made.batch)
 
+    @lru_cache(maxsize=1)
+    def captured_at(size: int) -> CapturedStep:
+        return captured_of(*made_at(size))
+
     def graphs_at(size: int, *, recompute: bool) -> list[Graph]:
-        return graphs_of(*made_at(size), random_states=recompute)
+        return graphs_in(captured_at(size), random_states=recompute)
 
     found = []
     is_alone = arguments.no_recompute or arguments.offload
@@ -101,7 +108,7 @@ def run(arguments: argparse.Namespace) -> list[Any]:
         with Progress(f"finding the largest {arguments.largest} with files"):
             found.append(
                 largest_in_files(
-                    lambda size: captured_of(*made_at(size)),
+                    captured_at,
                     limit_bytes,
                     arguments.offload,
                     least=least,

@@ -28,6 +28,8 @@ _PER_DOUBLING = 2
 _MOST_RUNS = 5
 _ENOUGH_NS = 20_000_000
 """A kernel is run no further once its runs took this long."""
+_LONG_NS = 500_000_000
+"""A kernel of the CPU runs once if it takes this long: what is done at the first time is little."""
 
 _KIND = "times"
 _learned: dict[object, int | None] = {}
@@ -46,8 +48,9 @@ def times(
 ) -> dict[int, int]:
     """Nanoseconds that calls' kernels take, rounded by `rounded`; for those that could be measured.
 
-    A kernel runs once to warm up and up to five times more; its time is the least of these. If its
-    results can be placed, it writes into memory that exists already; otherwise it allocates them.
+    A kernel runs once to warm up, and unless that takes long up to five times more; its time is the
+    least of these. If its results can be placed, it writes into memory that exists already;
+    otherwise it allocates them.
     The states of random generators are restored.
 
     Args:
@@ -157,9 +160,11 @@ def _run_of(program: Program, call: Call, at: Placed | None) -> Callable[[], obj
 
 
 def _least_ns(run: Callable[[], object], device: torch.device) -> float:
-    """Nanoseconds of the quickest of some runs after a first one."""
+    """Nanoseconds of the quickest of some runs after a first one, or of that if it takes long."""
     elapsed = _elapsed_cuda if device.type == "cuda" else _elapsed_cpu
-    run()
+    first = elapsed(run)
+    if first > _LONG_NS and device.type == "cpu":
+        return first
     taken: list[float] = []
     while len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH_NS:
         taken.append(elapsed(run))

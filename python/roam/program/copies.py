@@ -1,5 +1,11 @@
-"""Copies between memory and files that run in a thread beside the step: one after another, in the
-order in which they were begun.
+"""Copies between a step's memory and the second tier that are made beside the step: one after
+another, in the order in which they were begun. Each begins when all is done that the step has done,
+or enqueued, before it.
+
+On the CPU a thread makes them, and who waits for one stops. On a device a stream of their own does,
+and who waits has the current stream wait: the host goes on, and nothing that is enqueued later
+begins before the copy is made. Memory that the device's allocator takes back is used again on that
+stream alone, and so after the wait.
 
 A copy is known by the address of the tensor in memory, which nothing else has until the copy has
 been waited for. Each thread that runs steps knows its own copies alone.
@@ -11,14 +17,36 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 Work = Callable[[], None]
 
 
+class _Enqueued:
+    """A copy that a stream makes; `streams` has those of the device, as `torch.cuda` does."""
+
+    __slots__ = ("device", "is_over", "streams")
+
+    def __init__(self, work: Work, device: torch.device, streams: Any) -> None:
+        self.device, self.streams = device, streams
+        beside = _beside.get(device)
+        if beside is None:
+            beside = _beside[device] = streams.Stream(device)
+        beside.wait_stream(streams.current_stream(device))
+        with streams.stream(beside):
+            work()
+        self.is_over = beside.record_event()
+
+    def settle(self) -> None:
+        self.streams.current_stream(self.device).wait_event(self.is_over)
+
+    wait = settle
+
+
 class _Copy:
-    """A copy that has begun."""
+    """A copy that a thread makes."""
 
     __slots__ = ("error", "is_over", "work")
 
@@ -27,6 +55,16 @@ class _Copy:
         self.error: BaseException | None = None
         self.is_over = threading.Lock()
         self.is_over.acquire()
+
+    def settle(self) -> None:
+        """Returns when it is made, whatever has become of it."""
+        self.is_over.acquire()
+
+    def wait(self) -> None:
+        """The same, and raises what it has raised."""
+        self.settle()
+        if self.error is not None:
+            raise self.error
 
 
 class _Worker:
@@ -44,10 +82,12 @@ class _Begun(threading.local):
     """The copies of a thread's steps that nobody has waited for, by their tensors' addresses."""
 
     def __init__(self) -> None:
-        self.copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _Copy | _Enqueued] = {}
 
 
 _begun = _Begun()
+_beside: dict[torch.device, Any] = {}
+"""The stream that makes a device's copies."""
 _workers: list[_Worker] = []
 _one_at_a_time = threading.Lock()
 
@@ -56,13 +96,22 @@ def pause() -> None:
     """Is called before each copy; tests replace it by one that waits."""
 
 
+def streams_of(device: torch.device) -> Any | None:
+    """What has a device's streams; None for one whose copies a thread makes. Tests replace it."""
+    return torch.cuda if device.type == "cuda" else None
+
+
 def begin(tensor: torch.Tensor, work: Work) -> None:
     """Has a copy made beside what the caller does next.
 
     Args:
         tensor: what is copied to or from, as `wait` will be given it.
-        work: makes the copy. It must not hold Python's lock for long.
+        work: makes the copy, or enqueues it. It must not hold Python's lock for long.
     """
+    streams = streams_of(tensor.device)
+    if streams is not None:
+        _begun.copies[tensor.data_ptr()] = _Enqueued(work, tensor.device, streams)
+        return
     copy = _Copy(work)
     _begun.copies[tensor.data_ptr()] = copy
     with _one_at_a_time:
@@ -72,23 +121,21 @@ def begin(tensor: torch.Tensor, work: Work) -> None:
 
 
 def wait(tensor: torch.Tensor) -> None:
-    """Returns when the copy of a tensor is made, and raises what it has raised. Returns at once if
-    there is none.
+    """What the caller does next begins when the copy of a tensor is made; raises what that has
+    raised. Returns at once if there is none.
     """
     copy = _begun.copies.pop(tensor.data_ptr(), None)
     if copy is not None:
-        copy.is_over.acquire()
-        if copy.error is not None:
-            raise copy.error
+        copy.wait()
 
 
 def settle() -> None:
-    """Returns when all copies of the thread's steps are made, whatever has become of them: then
-    their memory and their files are anybody's.
+    """As `wait`, for all copies of the thread's steps, whatever has become of them: then their
+    memory and their files are anybody's.
     """
     copies, _begun.copies = _begun.copies, {}
     for copy in copies.values():
-        copy.is_over.acquire()
+        copy.settle()
 
 
 def _serve(queue: SimpleQueue[_Copy]) -> None:

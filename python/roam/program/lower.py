@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +57,13 @@ class WritesResults(Protocol):
 
     def renamed(self, names: Mapping[int | None, int | None]) -> WritesResults:
         """The same for a run of the call on other slots."""
+
+
+class TimesCopies(Protocol):
+    """What the planner has to know about the way to files and back."""
+
+    def time_ns(self, size_bytes: int, *, is_read: bool) -> int:
+        """Nanoseconds to read or write so many bytes, at least 1."""
 
 
 _HANDLE_BYTES = 1
@@ -249,13 +255,14 @@ class Lowering:
             return None
         return self._changed(found.program, found.calls, placed(found.program))
 
-    def offers(self, excluded: Iterable[int]) -> list[Offer]:
+    def offers(self, device: torch.device, excluded: Iterable[int]) -> list[Offer]:
         """Tensors that may be offloaded.
 
         Args:
+            device: whose tensors.
             excluded: storages that may not lie elsewhere than where their call puts them.
         """
-        return offers(self.program, self._kinds, self._given_away.union(excluded))
+        return offers(self.program, self._kinds, device, self._given_away.union(excluded))
 
     def offering(
         self,
@@ -280,20 +287,21 @@ class Lowering:
         result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
         return result
 
-    def pages(self, excluded: Iterable[int]) -> list[Page]:
+    def pages(self, device: torch.device, excluded: Iterable[int]) -> list[Page]:
         """Tensors that may lie in files before and after the step.
 
         Args:
+            device: whose tensors.
             excluded: storages that may not lie elsewhere than where they are.
         """
-        return pages_of(self.program, self._kinds, self._given_away.union(excluded))
+        return pages_of(self.program, self._kinds, device, self._given_away.union(excluded))
 
     def paging(
         self,
         chosen: Iterable[tuple[Page, Collection[int]]],
         pages: Pages,
         placed: Callable[[Call], WritesResults],
-        time_ns: Callable[[int], int],
+        link: TimesCopies,
     ) -> Lowering:
         """The same program with tensors in files before and after the step.
 
@@ -301,13 +309,17 @@ class Lowering:
             chosen: some of its `pages`, each with the uses after which it is not in memory.
             pages: where they are.
             placed: how a call that reads a tensor writes its result.
-            time_ns: nanoseconds that it takes to write and read so many bytes.
+            link: how long reading and writing takes.
         """
         found = with_pages(self.program, chosen, pages)
         result = self._with_more(found.program, found.calls, placed)
         result.paged, result.unpaged = pages, self
         result._times |= {
-            index: max(time_ns(result.moved_bytes(index)) // 2, 1) for index in result.moves
+            index: link.time_ns(
+                result.moved_bytes(index),
+                is_read=isinstance(result.program.calls[index].target, Fetch),
+            )
+            for index in result.moves
         }
         return result
 
@@ -971,7 +983,6 @@ def flops_of(program: Program, call: Call) -> int:
         return 0
 
 
-@functools.cache
 def formula_of(target: Any) -> Any:
     """PyTorch's own formula for an operator's floating-point operations; None if there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))
@@ -1088,14 +1099,33 @@ def moved_bytes(program: Program, *targets: type) -> dict[str, int]:
     """By kind, the bytes of all tensors that calls with targets of these classes read from files or
     write there.
     """
-    kinds, moved = kinds_of(program, program.leaving()), Counter[str]()
-    for call in program.calls:
+    moved = Counter[str]()
+    for call, kind, size_bytes in _moved(program):
         if isinstance(call.target, targets):
+            moved[kind] += size_bytes
+    return dict(moved)
+
+
+def traffic(program: Program) -> list[tuple[str, str, int, int]]:
+    """Phase, kind, and bytes of what is read from files and of what is written there, in the order
+    in which they come first.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for call, kind, size_bytes in _moved(program):
+        both = found.setdefault((call.phase, kind), [0, 0])
+        both[not isinstance(call.target, Fetch)] += size_bytes
+    return [(*key, *both) for key, both in found.items()]  # type: ignore[misc]
+
+
+def _moved(program: Program) -> Iterator[tuple[Call, str, int]]:
+    """Each call that reads a tensor from a file or writes it there, with its kind and its bytes."""
+    kinds = kinds_of(program, program.leaving())
+    for call in program.calls:
+        if isinstance(call.target, (Fetch, Put, Keep)):
             paged = call.args[0] if isinstance(call.target, Fetch) else call.args[-1]
             slot = call.outputs[0] if isinstance(call.target, Keep) else paged.slot
             number = program.storage_of(slot)  # type: ignore[arg-type]
-            moved[kinds[number]] += program.storages[number].size_bytes
-    return dict(moved)
+            yield call, kinds[number], program.storages[number].size_bytes
 
 
 def device_of(program: Program) -> torch.device:

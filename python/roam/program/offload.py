@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
+import torch
+
 from roam.distributed.collectives import is_collective
+from roam.program.chunks import aligned
 from roam.program.ir import Call, Program, Storage, TensorMeta, ref_to
-from roam.program.tier import HANDLE, Load, Store, Tier, aligned
+from roam.program.tier import HANDLE, Load, Store, Tier
 
 UNSTORED, STORED = " unstored", " stored"
 """Added to the name of a tensor before it is stored, and for its handle."""
@@ -58,14 +61,18 @@ class Offloading:
 
 
 def offers(
-    program: Program, kinds: Sequence[str], excluded: Collection[int] = frozenset()
+    program: Program,
+    kinds: Sequence[str],
+    device: torch.device,
+    excluded: Collection[int] = frozenset(),
 ) -> list[Offer]:
-    """What may be offloaded: activations on the CPU, in a storage of their own that nothing sees or
-    changes by a view before they are done, in the order in which they are done.
+    """What may be offloaded: activations of a device, in a storage of their own that nothing sees
+    or changes by a view before they are done, in the order in which they are done.
 
     Args:
         program: the calls.
         kinds: the kind of each storage, as in the graph.
+        device: the device.
         excluded: storages that may not lie elsewhere than where their call puts them.
     """
     leaving = program.leaving()
@@ -79,13 +86,15 @@ def offers(
             and number not in leaving
             and number not in excluded
         ):
-            offer = _offer(program, number, users[number])
+            offer = _offer(program, number, users[number], device)
             if offer is not None:
                 found.append(offer)
     return sorted(found, key=lambda offer: offer.makers[-1])
 
 
-def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
+def _offer(
+    program: Program, number: int, users: Sequence[int], device: torch.device
+) -> Offer | None:
     """A storage as an offer; None if it cannot be one."""
     storage = program.storages[number]
     made = [
@@ -118,7 +127,7 @@ def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
         and not is_collective(call.target)
         for call in calls
     )
-    if meta.device.type != "cpu" or seen != {made[0]} or not is_plain:
+    if meta.device != device or seen != {made[0]} or not is_plain:
         return None
     if any(is_collective(program.calls[index].target) for index in users):
         return None

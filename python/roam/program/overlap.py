@@ -142,17 +142,19 @@ def overlapped(
             else:
                 free[at] -= copy.size_bytes
                 held += copy.size_bytes
-        is_full = False
+        due = reads.get(at)
         for copy in list(left):
-            if copy.index > at:
-                if is_full or copy.after >= at:
+            if copy is not due:
+                if copy.after >= at:
                     continue
                 if free[at : copy.index].min() < copy.size_bytes + held:
-                    is_full = True
-                    continue
+                    break  # what comes first has the room first
                 free[at : copy.index] -= copy.size_bytes
             begin(copy, at)
             left.remove(copy)
+        if due is not None and at not in begins:
+            begin(due, at)
+            left.remove(due)
         for copy in arriving.get(at, ()):
             wait(copy, at)
         if at in writes:
@@ -164,9 +166,10 @@ def overlapped(
         wait(copy, len(program.calls))
     # What is over by the model may take longer: it is waited for when there is no room any more.
     for index, copy in sorted(writes.items()):
-        while waits[index] < copy.until and free[waits[index]] >= copy.size_bytes:
-            free[waits[index]] -= copy.size_bytes
-            waits[index] += 1
+        at = waits[index]
+        full = free[at : copy.until] < copy.size_bytes
+        waits[index] = at + int(full.argmax()) if full.any() else max(at, copy.until)
+        free[at : waits[index]] -= copy.size_bytes
     return Overlap(begins, waits, stalls)
 
 

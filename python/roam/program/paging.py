@@ -22,6 +22,8 @@ from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
+import torch
+
 from roam.distributed.collectives import is_collective
 from roam.program.effects import Effect, Rebind
 from roam.program.ir import Call, Program, Ref, Storage, ref_to, refs, substitute
@@ -147,13 +149,17 @@ class Page:
 
 
 def pages_of(
-    program: Program, kinds: Sequence[str], excluded: Collection[int] = frozenset()
+    program: Program,
+    kinds: Sequence[str],
+    device: torch.device,
+    excluded: Collection[int] = frozenset(),
 ) -> list[Page]:
-    """The tensors that may lie in files.
+    """The tensors that may lie in files, or in other chunks of the second tier.
 
     Args:
         program: the calls.
         kinds: the kind of each storage, as in the graph.
+        device: whose tensors.
         excluded: storages that may not lie elsewhere than where they are.
     """
     users = program.users()
@@ -199,7 +205,7 @@ def pages_of(
         else:
             continue
         meta = program.slots[slot]
-        if meta is None or meta.device.type != "cpu" or meta.is_conj or meta.is_neg:
+        if meta is None or meta.device != device or meta.is_conj or meta.is_neg:
             continue
         if not program.covers(slot) or not _is_seen(program, number, uses):
             continue

@@ -6,7 +6,8 @@ Two things are shown, from the calls, their order and their places in memory alo
 - Each call sees of each tensor, and of each file, what the same call sees in the program in which
   every copy is made before its call returns. What is read changes its tensor at any time from where
   the copy begins to where it is waited for; what is written is looked at at any such time. Files
-  are looked at and changed in the order in which copies begin, since one thread makes them.
+  are looked at and changed in the order in which copies begin, since one thread, or one stream of a
+  device, makes them all.
 - From where a copy begins to where it is waited for, no other call touches bytes that are read, and
   no other call changes, or makes something in, bytes that are written.
 """
@@ -124,6 +125,8 @@ def _check_memory(program: Program, order: Sequence[int], places: Places) -> Non
     for index in order:
         call = program.calls[index]
         moved = _moved(program, call)
+        if moved is None and isinstance(call.target, (Fetch, Put, Keep)):
+            raise _fault("copies beside those that others make", call)
         waited = program.storage_of(call.args[0].slot) if isinstance(call.target, _WAITS) else -1
         own = {moved, waited}
         made = {program.storage_of(slot) for slot in call.made()}

@@ -5,7 +5,7 @@ notebook.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -196,6 +196,7 @@ class Anatomy:
         plain: the plan without recomputation, if operators of `planned` run again.
         first: the first step and its plan, if it differs from later ones.
         changes: what the user could change.
+        traffic: phase, kind, and bytes of what the step reads from files and writes there.
     """
 
     title: str
@@ -203,6 +204,7 @@ class Anatomy:
     plain: Planned | None = None
     first: Planned | None = None
     changes: Sequence[Change] = ()
+    traffic: Sequence[tuple[str, str, int, int]] = ()
 
     @property
     def curves(self) -> tuple[Curve, ...]:
@@ -223,11 +225,24 @@ class Anatomy:
             holdings(planned),
             bound(planned),
         ]
+        if self.traffic:
+            tables.append(moved(self.traffic))
         if self.first is not None:
             tables.append(steps(self.first, planned))
         if self.changes:
             tables.append(changes(self.changes, planned))
         return tables
+
+
+def moved(traffic: Iterable[tuple[str, str, int, int]]) -> Table:
+    """What a step reads from files and writes there, by phase and kind."""
+    rows = [
+        (phase, kind.replace("_", " "), Amount(read_bytes), Amount(written_bytes))
+        for phase, kind, read_bytes, written_bytes in traffic
+    ]
+    return Table(
+        "What is moved to files and back", ("phase", "kind", "read", "written"), tuple(rows)
+    )
 
 
 def overview(values: Mapping[str, Any]) -> Table:

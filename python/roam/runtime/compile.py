@@ -23,9 +23,10 @@ from roam.errors import MOST_SETTLING, CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
+from roam.program.chunks import HOST, is_available
 from roam.program.ir import Program
 from roam.program.links import Links
-from roam.program.tier import is_available
+from roam.program.lower import traffic
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
 from roam.report.communication import Communication
@@ -118,11 +119,11 @@ def compile(
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
             written. By default the plan chooses what runs again, inside of these regions and
             elsewhere.
-        offload: with `memory`, a folder on a disk. Activations may be stored in a file there and
-            loaded in the backward pass, if that takes less time than making them again, or if no
-            other plan is found. Likewise parameters, state and gradients may lie in files between
-            their uses, if they take more than half of the limit. On the CPU only. See
-            docs/how-to/memory-budget.md.
+        offload: with `memory`, a folder on a disk for a step on the CPU, or ``"host"`` for the
+            host's pinned memory for a step on CUDA. Activations may be stored there and loaded in
+            the backward pass, if that takes less time than making them again, or if no other plan
+            is found. Likewise parameters, state and gradients may lie there between their uses, if
+            they take more than half of the limit. See docs/how-to/memory-budget.md.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
@@ -148,7 +149,7 @@ def compile(
         CaptureError: at a call, if the step cannot be captured exactly.
         PlanError: at a call, if it is proved that no plan keeps within `memory` (code
             ``memory_floor``), or if none was found (code ``memory_limit_not_found``), or if the
-            step is to offload tensors of another device than the CPU (code ``offload_device``).
+            step's device and `offload` do not belong together (code ``offload_device``).
             Nothing has run then.
         ValueError: an argument is not valid.
         ExecutionError: at a call that no plan fits (``on_change="raise"``), or if running failed.
@@ -197,7 +198,7 @@ def compile(
         streams=streams,
         memory=None if memory is None else MemoryLimit.of(memory),
         keep_checkpoints=keep_checkpoints,
-        offload=None if offload is None else _folder(offload, memory),
+        offload=None if offload is None else _offload(offload, memory),
         kernels=kernels,
         cuda_graph=cuda_graph,
     )
@@ -216,8 +217,8 @@ def _is_at_least(least: int, value: Any, kind: type[Any]) -> bool:
     return isinstance(value, kind) and bool(value >= least)
 
 
-def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:
-    """The folder to offload to.
+def _offload(offload: str | os.PathLike[str], memory: int | str | None) -> Path | Literal["host"]:
+    """The folder to offload to, or the host.
 
     Raises:
         ValueError: there is no such folder, or the system cannot offload, or there is no memory
@@ -227,9 +228,13 @@ def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:
     if memory is None:
         raise ValueError("tensors are offloaded to keep within a memory limit; pass memory= too")
     if not is_available():
-        raise ValueError("this system cannot offload tensors to a file; leave offload= out")
+        raise ValueError("this system cannot offload tensors; leave offload= out")
+    if offload == HOST:
+        return HOST
     if not folder.is_dir():
-        raise ValueError(f"offload= must be a folder that exists, not {os.fspath(offload)!r}")
+        raise ValueError(
+            f'offload= must be a folder that exists, or "host", not {os.fspath(offload)!r}'
+        )
     return folder
 
 
@@ -683,7 +688,8 @@ class Step:
             tried(f"memory={name}", partial(self._figures_within, later, choice, limit))
             for name, limit in asked.items()
         ]
-        return Anatomy(later.name, planned_by(choice), plain_of(choice), other, changes)
+        moved = traffic(choice.program)
+        return Anatomy(later.name, planned_by(choice), plain_of(choice), other, changes, moved)
 
     def _figures_within(
         self, variant: Variant, known: Choice, limit: MemoryLimit
@@ -770,8 +776,8 @@ class Step:
 
     def release(self) -> None:
         """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
-        or sampling, and brings parameters and state that lie in files back to ordinary memory
-        (``offload=``). Later calls allocate and record them again, and move them again.
+        or sampling, and brings parameters and state that ``offload=`` keeps elsewhere back to
+        ordinary memory. Later calls allocate and record them again, and move them again.
 
         All compiled steps of a process share one pool per device.
         """

@@ -22,11 +22,12 @@ from roam.kernels.workspace import learning
 from roam.program import resized
 from roam.program.barrier import is_barrier
 from roam.program.bits import differ
+from roam.program.chunks import aligned
 from roam.program.copies import settle
 from roam.program.ir import Call, Program, substitute
 from roam.program.operators import UNINITIALIZED
 from roam.program.pages import Fetch, Keep, Pages
-from roam.program.tier import Load, Tier, aligned
+from roam.program.tier import Load, Tier
 from roam.runtime.bindings import POISON, Bindings, Outgoing
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.cuda_graph import CudaGraph, Recorder, RecordingFailed
@@ -71,7 +72,7 @@ class Executor:
         shrinks: a pool, which the plan need not use, and the most bytes that it may have while this
             plan runs. If other steps have made it larger, its memory is freed first.
         tier: where tensors are offloaded, and what it has to hold; None if none is offloaded.
-        pages: the files that tensors lie in before and after the step; None if none does.
+        pages: where tensors lie before and after the step; None if none does.
         recorder: what records runs as a CUDA graph; None: they are not.
         symbols: what the sizes of the program follow from. It is planned for the largest, and `at`
             says which the next run has.
@@ -150,7 +151,7 @@ class Executor:
             if pool is not None:
                 stack.enter_context(pool.held(self.bindings.pool_bytes, most_bytes))
             if self._pages is not None:
-                self._pages.reserve(self._kept_bytes)
+                stack.enter_context(self._pages.held(self._kept_bytes))
             if self._tier is not None:
                 tier, size_bytes = self._tier
                 stack.enter_context(tier.held(size_bytes))

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from roam._core import Graph, Plan, optimize
 from roam.errors import CaptureError, PlanError
 from roam.garbage import collections_wait
 from roam.kernels.transfers import block_ns
 from roam.memory_limit import MemoryLimit
+from roam.program.chunks import HOST, Folder
 from roam.program.tier import Tier
 from roam.report.anatomy import overview
 from roam.report.figures import plan_figures
@@ -35,15 +36,16 @@ _Sizes = Mapping[str, Mapping[Any, int]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a step moves to a folder's files and back.
+    """What a step moves to a folder's files, or to the host, and back.
 
     Attributes:
-        folder: the folder.
+        folder: the folder, or `host`.
         read_bytes, written_bytes: parameters, state and gradients.
         offloaded_bytes: activations, which are written once and read at least once.
-        extra_s: seconds that the step takes beyond one without a limit, by the model of the device
-            and the measured speed of the folder's disk, with what runs again.
-        step_s: seconds of the step without a limit, by the model of the device.
+        extra_s: seconds that the step takes beyond one without a limit, by times of kernels and
+            speeds of the folder's disk that are measured on this machine, with what runs again; by
+            the model of the device and of its link with the host.
+        step_s: seconds of the step without a limit, by the same times.
     """
 
     folder: str
@@ -54,7 +56,7 @@ class Traffic:
     step_s: float
 
     @classmethod
-    def of(cls, memory: StepMemory, folder: Path) -> Traffic:
+    def of(cls, memory: StepMemory, folder: Path | Literal["host"]) -> Traffic:
         """Of a step by its plan."""
         return cls(
             str(folder),
@@ -72,10 +74,10 @@ class Traffic:
             if self.offloaded_bytes
             else ""
         )
+        where = "the host's memory" if self.folder == HOST else f"files in {self.folder}"
         return (
-            f"with files in {self.folder}, of which a step reads {format_bytes(self.read_bytes)} and to "
-            f"which it writes {format_bytes(self.written_bytes)}{stored}, for {share:.1%} more time by "
-            "the model"
+            f"with {where}, of which a step reads {format_bytes(self.read_bytes)} and to which it "
+            f"writes {format_bytes(self.written_bytes)}{stored}, for {share:.1%} more time by the model"
         )
 
 
@@ -183,8 +185,9 @@ def fit(
         device: where the step would run, ``"cpu"`` or ``"cuda"``.
         most: the largest size that is tried.
         offload: a folder for tensors that may lie in files, as for `roam.compile`; operators may
-            run again then, too. `Trial.traffic` says what a step moves there, and what that takes.
-            The speed of the disk is measured.
+            run again then, too. `Trial.traffic` says what a step moves there, and what that takes:
+            the speed of the disk is measured, and kernels are timed on zeros. On CUDA ``"host"``,
+            where nothing is measured.
         sizes: how large batches get at a size, as for `roam.compile`, or a function of the size
             that says so: then all of these batches have to fit, whichever `make_inputs` makes. So
             the size may be a number of tokens of batches that are long or wide.
@@ -247,8 +250,12 @@ def graphs_of(
         CaptureError: the step cannot be captured exactly, has no steady step, or goes another way
             at some of these sizes.
     """
+    return graphs_in(captured_of(train_step, args, sizes), random_states=random_states)
+
+
+def graphs_in(captured: CapturedStep, *, random_states: bool = False) -> list[Graph]:
+    """The same of a step that has been captured."""
     with collections_wait():
-        captured = captured_of(train_step, args, sizes)
         return [
             variant.graph_with_states if random_states else variant.graph
             for variant in (captured.first, captured.steady)
@@ -261,17 +268,19 @@ def captured_of(
 ) -> CapturedStep:
     """A step that can be planned before it has run."""
     capture = partial(capture_step, train_step, tuple(args), {}, known=Known())
-    if sizes is None:
-        captured = capture()
-    else:
-        ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
-        captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
-        if reason:
-            raise CaptureError(
-                f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
-                "largest batch in make_inputs",
-                code="value_reached_python",
-            )
+    reason = ""
+    with collections_wait():
+        if sizes is None:
+            captured = capture()
+        else:
+            ranges = Ranges(Options(sizes=given_sizes(sizes)), train_step)
+            captured, reason = ranges.as_given(capture, StepCall(tuple(args), {}))
+    if reason:
+        raise CaptureError(
+            f"one plan does not hold for the sizes that sizes= says, {sizes}: {reason}. Leave sizes= out, and make the "
+            "largest batch in make_inputs",
+            code="value_reached_python",
+        )
     if captured.steady is None:
         assert captured.first is not None, "one of them is there"
         raise captured.first.program.unsettled or CaptureError(
@@ -316,16 +325,17 @@ def largest_in_files(
     least: int = 1,
     most: int = MOST,
 ) -> Fit:
-    """The same with tensors that may lie in files of the folder `offload`.
+    """The same with tensors that may lie in files of the folder `offload`, or with the host.
 
     Raises:
         ExecutionError: the folder cannot be used.
     """
-    folder = Path(offload).absolute()
-    block_ns(Tier.of(folder), limit_bytes)
+    where: Path | Literal["host"] = HOST if offload == HOST else Path(offload).absolute()
+    if isinstance(where, Path):
+        block_ns(Tier.of(Folder(where)), limit_bytes)
 
     def tried(size: int) -> tuple[Trial, Plan | None]:
-        return _tried_in_files(size, captured_at(size), limit_bytes, folder)
+        return _tried_in_files(size, captured_at(size), limit_bytes, where)
 
     return _largest(tried, limit_bytes, recompute=True, least=least, most=most)
 
@@ -412,9 +422,9 @@ def _tried(
 
 
 def _tried_in_files(
-    size: int, captured: CapturedStep, limit_bytes: int, folder: Path
+    size: int, captured: CapturedStep, limit_bytes: int, where: Path | Literal["host"]
 ) -> tuple[Trial, Plan | None]:
-    """The same with tensors that may lie in files."""
+    """The same with tensors that may lie in files, or with the host."""
     variants = [one for one in (captured.first, captured.steady) if one is not None]
     try:
         choices = choose(
@@ -422,15 +432,17 @@ def _tried_in_files(
             pool=None,
             time_limit_s=None,
             is_real=False,
+            is_timed=where != HOST,  # the device may not be there
             memory=MemoryLimit(size_bytes=limit_bytes),
-            offload=folder,
+            offload=where,
+            effort="runs",  # what else would be enough is not asked
         )
     except PlanError as error:
         if error.code not in _REFUSED:
             raise
         return Trial(size, False, None), None
     total_bytes = max(one.total_bytes for one in choices)
-    traffic = Traffic.of(StepMemory.planned(choices[-1]), folder)
+    traffic = Traffic.of(StepMemory.planned(choices[-1]), where)
     is_moved = traffic.read_bytes + traffic.written_bytes + traffic.offloaded_bytes > 0
     trial = Trial(size, True, total_bytes, traffic=traffic if is_moved else None)
     return trial, max((one.plan for one in choices), key=lambda plan: plan.total_bytes)

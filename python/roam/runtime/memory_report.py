@@ -135,9 +135,10 @@ class StepMemory:
         transfers_measured_s: seconds that these took in the step that was measured; None as
             `extra_measured_s`.
         read_bytes, written_bytes: by kind (``parameter``, ``optimizer_state``, ``gradient``), what
-            a step reads of tensors that lie in files between their uses, and what it writes there.
+            a step reads of tensors that lie in files, or with the host, between their uses, and
+            what it writes there.
         least_moved_bytes: what a step in the plan's order has to read and write of them at least,
-            whichever lie in files at which times. It rests on an estimate, made before planning, of
+            whichever lie there at which times. It rests on an estimate, made before planning, of
             what else is in memory. 0 if it is not known, as where operators run again.
         cuts: what runs tile by tile to keep within the limit; None if nothing does.
     """
@@ -269,7 +270,7 @@ class StepMemory:
         ]
 
     def _traffic(self) -> list[str]:
-        """What a step reads from files and writes there, if it does."""
+        """What a step reads of tensors in files, or with the host, and writes there, if it does."""
         if not self.read_bytes and not self.written_bytes:
             return []
         read, written = (
@@ -283,7 +284,9 @@ class StepMemory:
             if self.least_moved_bytes
             else ""
         )
-        return [f"Of tensors in files a step reads {read} and writes {written}{least}"]
+        return [
+            f"Of tensors that lie outside of the limit a step reads {read} and writes {written}{least}"
+        ]
 
     def _of_step(self, seconds: float) -> str:
         """A time as a share of the step's without a limit."""

@@ -106,7 +106,7 @@ def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterato
         tier: where tensors are stored.
         room_bytes: memory to measure transfers with; None if nothing is measured.
     """
-    offers = lowering.offers(unmovable_storages(lowering.program))
+    offers = lowering.offers(tier.place.device, unmovable_storages(lowering.program))
     if not offers:
         return
     transfer_ns = partial(time_ns, block_ns(tier, room_bytes))

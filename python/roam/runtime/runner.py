@@ -145,12 +145,13 @@ class Runner:
         again = choice.recomputation
         offloaded = None if again is None else again.offloaded
         self._tier = None if offloaded is None else offloaded.tier
-        self._paged = [
-            (reference.path, place)
-            for place, (reference, slot) in enumerate(program.referenced)
-            if program.slots[slot] is not None
-            and program.storages[program.storage_of(slot)].is_paged
-        ]
+        self._paged = list[tuple[str, int]]()
+        self._kept = list[tuple[str, int]]()
+        """Of what may lie in files before the step, what does, and what its plan has in memory."""
+        for place, (reference, slot) in enumerate(program.referenced):
+            if program.slots[slot] is not None and not isinstance(reference, ArgumentReference):
+                is_paged = program.storages[program.storage_of(slot)].is_paged
+                (self._paged if is_paged else self._kept).append((reference.path, place))
         self._generators = list(_generators(program))
         self._executor = Executor(
             program,
@@ -434,6 +435,9 @@ class Runner:
         if self.choice.pages is not None:
             with self._telling():
                 self.choice.pages.take_in([(path, inputs[place]) for path, place in self._paged])
+                for path, place in self._kept:
+                    if type(inputs[place]) in (torch.Tensor, torch.nn.Parameter):
+                        take_out(inputs[place], path)
         with interrupts_wait():
             with (
                 self._together(gradients),
@@ -660,6 +664,8 @@ class Runner:
             self._pool.release()
         if self._tier is not None:
             self._tier.release()
+        if self.choice.pages is not None:
+            self.choice.pages.release()
 
     @contextmanager
     def _kernels_alone(self) -> Iterator[None]:

@@ -31,10 +31,11 @@ from roam.kernels.kept import recalled
 from roam.kernels.tiles import exactly_tiled, other_blocks
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
-from roam.kernels.transfers import block_ns, placed_load, time_ns
+from roam.kernels.transfers import Link, placed_load
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program import residency
+from roam.program.chunks import HOST, Place, is_available, place_of
 from roam.program.equal_calls import merged
 from roam.program.ir import Program
 from roam.program.lower import Lowering, kinds_of
@@ -43,7 +44,7 @@ from roam.program.pages import is_paged as is_in_file
 from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
-from roam.program.tier import Tier, is_available
+from roam.program.tier import Tier
 from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
@@ -131,7 +132,7 @@ class Options:
     streams: int = 1
     memory: MemoryLimit | None = None
     keep_checkpoints: bool = False
-    offload: Path | None = None
+    offload: Path | Literal["host"] | None = None
     kernels: Literal["eager", "inductor"] = "eager"
     cuda_graph: bool = False
     sizes: bool | Mapping[str, Mapping[Any, int]] = False
@@ -330,10 +331,11 @@ def choose(
     enough_bytes: int = 0,
     memory: MemoryLimit | None = None,
     keep_checkpoints: bool = False,
-    offload: Path | None = None,
+    offload: Path | Literal["host"] | None = None,
     undoes: bool = False,
     effort: Effort = "all",
     timings: Timings | None = None,
+    is_timed: bool | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
     limit, a plan within the limit in which calls run again.
@@ -355,39 +357,35 @@ def choose(
             that other steps have made is given back before kernels are tried.
         keep_checkpoints: with a limit, whether what the user's `torch.utils.checkpoint` runs again
             is run again as written. If not, the plan chooses what is.
-        offload: with a limit, the folder of a file that tensors may be offloaded to.
+        offload: with a limit, the folder that tensors may be offloaded to, or the host.
         undoes: whether a first run copies all arguments that it changes, to undo a failure.
         effort: what may be done to keep within a limit.
         timings: what this takes is added to it.
+        is_timed: whether kernels may be timed on this device; None: if `is_real`.
 
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
-            (code ``memory_limit_not_found``); or tensors of this device cannot be offloaded (code
-            ``offload_device``).
+            (code ``memory_limit_not_found``); or tensors of this device cannot be offloaded there
+            (code ``offload_device``).
         ValueError: the limit is what the device has, and it is not known how much that is.
     """
     timings = timings or Timings()
-    if offload is not None and variants[-1].device.type != "cpu":
-        raise PlanError(
-            f"{variants[-1].name} runs on {variants[-1].device}, and offloading from there has not been "
-            "tested; leave offload= out",
-            code="offload_device",
-        )
+    place = None if offload is None else _place(offload, variants[-1])
     with collections_wait(), timings.running(timings.plan):
         room_bytes = None
         if memory is not None:
             device, held_bytes = variants[-1].device, variants[-1].graph.persistent_bytes
-            in_files_bytes = 0 if offload is None else _in_files_bytes(variants[-1].program)
+            in_files_bytes = 0 if place is None else _in_files_bytes(variants[-1].program)
             memory = known_limit(memory, device, held_bytes - in_files_bytes)
             if is_real:
                 Pool.of(device).release()
             if memory.size_bytes is not None:
                 room_bytes = memory.size_bytes - held_bytes
                 program = variants[-1].program
-                if offload is not None and _is_paged(program, held_bytes, memory.size_bytes):
+                if place is not None and _is_paged(program, held_bytes, memory.size_bytes):
                     room_bytes = memory.size_bytes
                     if is_real:
-                        _take_in(program, offload)
+                        _take_in(program, place)
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
@@ -397,10 +395,11 @@ def choose(
                 streams,
                 is_real,
                 keep_checkpoints,
-                offload,
+                place,
                 undoes,
                 effort,
                 timings,
+                is_real if is_timed is None else is_timed,
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
             enough_bytes = max(enough_bytes, chooser.plain.total_bytes)
@@ -480,18 +479,20 @@ class _Chooser:
         streams: int,
         is_real: bool,
         keeps_checkpoints: bool,
-        offload: Path | None,
+        place: Place | None,
         undoes: bool,
         effort: Effort,
         timings: Timings,
+        is_timed: bool,
     ) -> None:
         self._variant = variant
         self._pool = pool
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._streams = streams
         self._is_real = is_real
+        self._is_timed = is_timed
         self._keeps_checkpoints = keeps_checkpoints
-        self._tier = None if offload is None else Tier.of(offload)
+        self._tier = None if place is None else Tier.of(place)
         self._undoes = undoes
         self._effort = effort
         self._timings = timings
@@ -832,7 +833,7 @@ class _Chooser:
         lowering = lowering.holding().with_states()
         # Where collectives may run again, all ranks have to choose the same, and the cost model
         # tells all of them the same.
-        if not self._is_real or gathers_again(lowering.repeats):
+        if not self._is_timed or gathers_again(lowering.repeats):
             return lowering
         return self._timed(lowering, self._left(left_bytes))
 
@@ -868,7 +869,7 @@ class _Chooser:
         if self.plain.total_bytes > left_bytes:
             return choice
         as_written = self._lowered
-        if self._is_real:
+        if self._is_timed:
             as_written = self._timed(as_written, self._left(left_bytes))
         own_s = as_written.graph(pool=False).times_ns[sorted(left_out)].sum() / 1e9
         return choice if choice.recomputation.extra_s <= own_s else None
@@ -920,6 +921,8 @@ class _Chooser:
     def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
         device = self._variant.device
+        if not self._is_real:  # the limit may be that of another machine
+            room_bytes = min(room_bytes, available_bytes(device, 0) or 0)
         model = lowering.graph(pool=False).times_ns.tolist()
         with self._trying():
             measured = times(
@@ -969,7 +972,7 @@ class _Chooser:
         pages = self._pages_of(lowering)
         if not pages:
             return None
-        files, transfer_ns = Pages(self._tier.folder), self._transfer_ns(limit_bytes, lowering)
+        files = Pages(self._tier.place)
         self._enough_bytes, self._is_tight = max(self._enough_bytes, limit_bytes), True
 
         # The order is that of a plan in which everything is in its file as much as it can be: its
@@ -978,7 +981,7 @@ class _Chooser:
             [(page, page.usual_cuts) for page in pages if page.is_cut],
             files,
             placed_load,
-            transfer_ns,
+            self._link(limit_bytes, lowering, (page for page in pages if page.is_cut)),
         )
         order = self._planned(spread.graph(pool=False), 0).order
         listed = [index for place in order if (index := spread.numbers[int(place)]) >= 0]
@@ -994,20 +997,30 @@ class _Chooser:
 
     def _pages_of(self, lowering: Lowering) -> list[Page]:
         """The tensors that may lie in files."""
+        assert self._tier is not None, "there are files"
+        excluded = unmovable_storages(lowering.program)
         return [
             page
-            for page in lowering.pages(unmovable_storages(lowering.program))
+            for page in lowering.pages(self._tier.place.device, excluded)
             if not self._is_real or page.reference is None or is_movable(page.reference.get())
         ]
 
-    def _transfer_ns(self, limit_bytes: int, lowering: Lowering) -> Callable[[int], int]:
-        """Tells nanoseconds to write and read so many bytes."""
+    def _link(self, limit_bytes: int, lowering: Lowering, kept: Iterable[Page]) -> Link:
+        """The way to files of these tensors and back, beside a step that takes its limit."""
         assert self._tier is not None, "there are files"
-        return partial(time_ns, block_ns(self._tier, self._room_to_measure(lowering, limit_bytes)))
+        kept = list(kept)
+        free_bytes = available_bytes(self._variant.device, 0) or 0
+        return Link.of(
+            self._tier,
+            self._room_to_measure(lowering, limit_bytes),
+            max(free_bytes - limit_bytes, 0),
+            sum(page.size_bytes for page in kept),
+            sum(page.size_bytes for page in kept if page.changes),
+        )
 
     def _room_to_measure(self, lowering: Lowering, left_bytes: int) -> int | None:
         """How much memory there is to measure a disk in; None if it is not measured."""
-        return left_bytes if self._is_real and not gathers_again(lowering.repeats) else None
+        return left_bytes if self._is_timed and not gathers_again(lowering.repeats) else None
 
     def _resident(
         self,
@@ -1021,7 +1034,6 @@ class _Chooser:
         """A plan within a limit, in program order, in which pages are in memory so that a step
         moves few bytes; None if none is found.
         """
-        transfer_ns = self._transfer_ns(limit_bytes, lowering)
         plans = self._paging(limit_bytes, replace(best, pages=files), pool)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
         sizes = [page.size_bytes for page in pages]
@@ -1034,7 +1046,8 @@ class _Chooser:
             found = residency.choose(sizes, [[way for way, _ in some] for some in ways], room)
             cuts = [some[one][1] for some, one in zip(ways, found.ways, strict=True)]
             kept = [(page, cut) for page, cut in zip(pages, cuts, strict=True) if cut is not None]
-            return found, lowering.paging(kept, files, placed_load, transfer_ns)
+            link = self._link(limit_bytes, lowering, (page for page, _ in kept))
+            return found, lowering.paging(kept, files, placed_load, link)
 
         best_found: tuple[Choice, Lowering] | None = None
         slack_bytes = 0  # the room was estimated; a plan tells how much there is
@@ -1271,12 +1284,10 @@ class _Chooser:
         if self._tier is not None:
             offers = len(lowering.loads)
             return f". This holds for plans that offload too: {offers:,} tensors may be offloaded"
-        is_possible = self._variant.device.type == "cpu" and is_available()
-        return (
-            "; or let tensors be offloaded to a disk (offload= of roam.compile)"
-            if is_possible
-            else ""
-        )
+        if not is_available():
+            return ""
+        where = "a disk" if self._variant.device.type == "cpu" else 'the host, offload="host"'
+        return f"; or let tensors be offloaded to {where} (offload= of roam.compile)"
 
     def _ran(
         self,
@@ -1512,7 +1523,7 @@ class _Paging:
             timed_calls=paged.timed_calls,
             modelled_calls=int((call_ns > 0).sum()) - paged.timed_calls - len(moves),
         )
-        return self._told(choice, again, "keeping tensors in files")
+        return self._told(choice, again, "keeping tensors outside of the limit")
 
     def overlapped(self, choice: Choice, paged: Lowering) -> Choice:
         """A plan in program order in which copies are made beside other calls; `choice`, the one
@@ -1653,15 +1664,32 @@ def _in_files_bytes(program: Program) -> int:
     return found
 
 
-def _take_in(program: Program, folder: Path) -> None:
+def _place(offload: Path | Literal["host"], variant: Variant) -> Place:
+    """Where a step's tensors may be offloaded to.
+
+    Raises:
+        PlanError: not there, from the step's device.
+    """
+    device, is_host = variant.device, offload == HOST
+    if is_host == (device.type == "cuda"):
+        return place_of(offload, device)
+    other = (
+        "whose memory is the host's; pass a folder on a disk (offload=)"
+        if is_host
+        else 'and only tensors of the CPU lie in files; pass offload="host"'
+    )
+    raise PlanError(f"{variant.name} runs on {device}, {other}", code="offload_device")
+
+
+def _take_in(program: Program, place: Place) -> None:
     """Moves what plans may keep in files there: then there is room to plan, and to try kernels."""
     found = [
         (page.reference.path, page.reference.get())
-        for page in pages_of(program, kinds_of(program, program.leaving()))
+        for page in pages_of(program, kinds_of(program, program.leaving()), place.device)
         if page.reference is not None
     ]
     movable = [one for one in found if isinstance(one[1], torch.Tensor) and is_movable(one[1])]
-    Pages(folder).take_in(movable)
+    Pages(place).take_in(movable)
 
 
 def _extra_s(choice: Choice) -> float:

@@ -13,6 +13,7 @@ pub mod optimize;
 pub mod packing;
 pub mod plan;
 pub mod recompute;
+pub mod residency;
 pub mod rng;
 pub mod sharding;
 pub mod stages;

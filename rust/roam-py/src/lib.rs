@@ -10,6 +10,7 @@ mod guard;
 mod layout;
 mod optimize;
 mod plan;
+mod residency;
 mod routes;
 mod sharding;
 mod solver;
@@ -34,6 +35,8 @@ mod _core {
     use crate::optimize::optimize;
     #[pymodule_export]
     use crate::plan::{PyCandidate, PyPlan};
+    #[pymodule_export]
+    use crate::residency::choose_residency;
     #[pymodule_export]
     use crate::routes::compare_routes;
     #[pymodule_export]

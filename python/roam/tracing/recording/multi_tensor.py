@@ -54,6 +54,11 @@ def splits(args: tuple[Any, ...]) -> bool:
     return (
         all(
             isinstance(argument, (list, tuple, int, float, torch.SymFloat, torch.SymInt))
+            or (
+                isinstance(argument, torch.Tensor)
+                and (argument.dtype, argument.device, argument.dim())
+                == (first.dtype, first.device, 0)
+            )
             for argument in args
         )
         and first.dtype.is_floating_point
