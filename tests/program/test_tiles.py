@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roam
-from roam.kernels.tiles import exactly_tiled
+from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
@@ -26,6 +26,12 @@ from roam.runtime.strategy import _Chooser
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLASSES, WIDTH, ROWS = 2048, 64, 512
+
+
+def exactly_tiled(program: Program, gone: set[int], part_bytes: int) -> Tiled | None:
+    """The first way to cut some tensors that is exact."""
+    cutter = Cutter(program, gone, torch.device("cpu"))
+    return next((found for found in cutter.ways(part_bytes) if cutter.is_exact(found)), None)
 
 
 class Model(nn.Module):
@@ -320,7 +326,7 @@ def test_what_gets_other_bits_is_not_cut(
 
     monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
     gone = logits_of(program)
-    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, torch.device("cpu"))
+    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8)
     assert found is not None
     logits = next(
         call.outputs[0]
@@ -351,7 +357,7 @@ def test_blocks_that_get_other_bits_are_not_added(
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
     program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
     gone, part_bytes = logits_of(program), ROWS * CLASSES * 4 // 4
-    ordinary = exactly_tiled(program, gone, part_bytes, torch.device("cpu"))
+    ordinary = exactly_tiled(program, gone, part_bytes)
     assert ordinary is not None
     lengths = set(range(1, ROWS)) if is_each else blocks_of(ordinary)
     if not lengths:
@@ -364,7 +370,7 @@ def test_blocks_that_get_other_bits_are_not_added(
 
     faulty.__qualname__ += str(is_each)
     monkeypatch.setattr(tiling, "add_product", faulty)
-    found = exactly_tiled(program, gone, part_bytes, torch.device("cpu"))
+    found = exactly_tiled(program, gone, part_bytes)
     assert found is not None
     assert blocks_of(found).isdisjoint(lengths)
     assert not (is_each and blocks_of(found))

@@ -28,7 +28,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.tiles import exactly_tiled, other_blocks
+from roam.kernels.tiles import Cutter
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import block_ns, placed_load, time_ns
@@ -608,8 +608,9 @@ class _Chooser:
         is_cut = self._may_cut and not self._has_many_sizes
         if is_cut and (best is None or _extra_share(best) > _LITTLE):
             untried, self._untried = self._untried, None
-            by_tiles = self._tiled_within(limit_bytes)
-            if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
+            most_s = math.inf if best is None else _extra_s(best)
+            by_tiles = self._tiled_within(limit_bytes, most_s)
+            if by_tiles is not None:
                 return replace(by_tiles, memory_limit_bytes=limit_bytes)
             self._untried = untried
         if best is not None:
@@ -652,9 +653,9 @@ class _Chooser:
             follows((call.args, call.kwargs)) for call in program.calls
         )
 
-    def _tiled_within(self, limit_bytes: int) -> Choice | None:
+    def _tiled_within(self, limit_bytes: int, most_s: float) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is
-        found.
+        found that takes less extra time than `most_s` seconds.
         """
         device = self._variant.device
         program = out_of_place(merged(self._variant.program))
@@ -667,7 +668,8 @@ class _Chooser:
         for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
-                refused = other_blocks(program, gone, device)
+                cutter = Cutter(program, gone, device, available_bytes(device, 0))
+            refused = cutter.refused
             estimates = self._parts(program, gone, most, limit_bytes, refused)
             if not estimates:
                 continue
@@ -686,11 +688,11 @@ class _Chooser:
                     continue
             best: Choice | None = None
             for _, parts in estimates:
-                choice = self._with_tiles(program, gone, most // parts, limit_bytes)
-                if choice is not None and (best is None or _extra_s(choice) < _extra_s(best)):
-                    best = choice
-                if best is not None and _extra_share(best) < _LITTLE:
-                    break
+                choice = self._with_tiles(cutter, most // parts, limit_bytes, most_s)
+                if choice is not None:
+                    best, most_s = choice, _extra_s(choice)
+                    if _extra_share(best) < _LITTLE:
+                        break
             if best is not None:
                 return best
         return None
@@ -712,27 +714,33 @@ class _Chooser:
         return choice.checks_bytes + (choice.total_bytes if least_bytes is None else least_bytes)
 
     def _with_tiles(
-        self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
+        self, cutter: Cutter, part_bytes: int, limit_bytes: int, most_s: float
     ) -> Choice | None:
-        """A plan within a limit with parts of a size of some tensors; None if none is found."""
-        device = self._variant.device
-        with self._trying():
-            found = exactly_tiled(program, gone, part_bytes, device, available_bytes(device, 0))
-        if found is None:
-            return None
-        choice, lowering = self._way_by_tiles(found)
-        left_bytes = max(limit_bytes - choice.checks_bytes, 1)
-        if choice.total_bytes > left_bytes:
-            prepared = self._prepared(lowering, left_bytes)
-            try:
-                choice = self._within(left_bytes, prepared, choice, self._pool)
-            except PlanError as error:
-                if not error.code.startswith("memory_"):
-                    raise
-                if error.least_bytes is not None:
-                    self._tiled_bytes.append(error.least_bytes)
+        """A plan within a limit with parts of a size of some tensors; None if none is found that
+        takes less extra time than `most_s` seconds. It is found before cuts are tried, which takes
+        longer.
+        """
+        for found in cutter.ways(part_bytes):
+            choice, lowering = self._way_by_tiles(found)
+            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+            if choice.total_bytes > left_bytes:
+                prepared = self._prepared(lowering, left_bytes)
+                try:
+                    choice = self._within(left_bytes, prepared, choice, self._pool)
+                except PlanError as error:
+                    if not error.code.startswith("memory_"):
+                        raise
+                    if error.least_bytes is not None:
+                        self._tiled_bytes.append(error.least_bytes)
+                    return None
+            choice = self._with_cuts(choice, found, lowering)
+            if _extra_s(choice) >= most_s:
                 return None
-        return self._with_cuts(choice, found, lowering)
+            with self._trying():
+                is_exact = cutter.is_exact(found)
+            if is_exact:
+                return choice
+        return None
 
     def _parts(
         self,
