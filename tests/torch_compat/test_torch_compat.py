@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import re
 import signal
@@ -1876,6 +1877,21 @@ def test_a_list_that_ends_in_an_error_leaves_nothing() -> None:
     ):
         pass
     assert torch.Tensor.item is before
+
+
+@pytest.mark.parametrize("name", ["item", "__format__"])
+@pytest.mark.parametrize("ends", list(itertools.permutations(range(3))))
+def test_blocks_of_several_threads_may_end_in_any_order(ends: tuple[int, ...], name: str) -> None:
+    before, values = getattr(torch.Tensor, name), [object() for _ in range(3)]
+    blocks = [replaced([(torch.Tensor, name, value)]) for value in values]
+    for block in blocks:
+        block.__enter__()
+    inside = {0, 1, 2}
+    for end in ends:
+        blocks[end].__exit__(None, None, None)
+        inside.remove(end)
+        assert getattr(torch.Tensor, name) is (values[max(inside)] if inside else before)
+    assert not patches._standing
 
 
 def everything() -> dict[str, Any]:
