@@ -38,7 +38,7 @@ _MIB = 2**20
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """A row for each family, dtype and way to train it."""
     check_named(arguments.only, FAMILIES)
-    check_named(arguments.ways, WAYS)
+    check_named(arguments.ways, WAYS, "--ways")
     tasks = [
         Task({"family": name, "dtype": dtype, "way": way}, partial(_measure, name, dtype, way))
         for dtype in arguments.dtypes or DTYPES

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roam
+from roam.kernels import tiles
 from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.ir import Program, Ref
@@ -456,6 +457,65 @@ def test_scores_are_made_once_for_the_loss_and_their_gradient(
     row_bytes = CLASSES * 4
     assert tile.body.length == 32
     assert measure_peak(tile.body.run, inputs, outs).peak_bytes < (192 + 2.5 * 32) * row_bytes
+
+
+def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call takes is found out from the first two blocks and the last one, which get what all
+    of them give.
+    """
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    for parts in (8, 32):
+        found = tiled(program, logits_of(program), ROWS * CLASSES * 4 // parts)
+        assert found is not None
+        for tile in found.tiles:
+            body = tile.body
+            metas = [found.slots[slot] for slot in tile.call.refs()]
+            inputs = [torch.ones(meta.shape).to(meta.dtype) for meta in metas if meta is not None]
+            whole, some = ([torch.zeros(one.shape) for one in body.results] for _ in range(2))
+            all_bytes = measure_peak(body.run, inputs, whole).peak_bytes
+            some_bytes = measure_peak(body.run_some, inputs, some).peak_bytes
+            assert some_bytes == all_bytes
+            done = list(body.blocks() if body.closing else body.intervals())
+            run = dict.fromkeys((*done[:2], done[-1]))
+            share = sum(length for _, length in run) / body.size
+            assert body.run_some(inputs, some) * share == pytest.approx(1)
+            for one, expected, result in zip(body.results, whole, some, strict=True):
+                for start, length in run if one.cut is not None else ():
+                    parts_of = (part_of(own, one.cut, start, length) for own in (expected, result))
+                    assert torch.equal(*parts_of)
+
+
+def test_equal_calls_are_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two micro-batches are cut alike."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "_learned", {})
+
+    def accumulating() -> tuple[Model, Callable[..., Any]]:
+        model, _ = made(cross_entropy)
+
+        def step(*batches: Tensor) -> None:
+            model.zero_grad()
+            for tokens, labels in zip(batches[::2], batches[1::2], strict=True):
+                cross_entropy(model(tokens), labels).backward()
+
+        return model, step
+
+    first, second = batches(2)
+    program = captured(monkeypatch, accumulating, (*first, *second))
+    tried: list[tuple[int, str]] = []
+    wrong = tiles._Trial.wrong
+
+    def spy(self: tiles._Trial, tile: Any) -> int | None:
+        tried.append((self.turn, tile.call.args[1]))
+        return wrong(self, tile)
+
+    monkeypatch.setattr(tiles._Trial, "wrong", spy)
+    found = exactly_tiled(program, logits_of(program), ROWS * CLASSES * 4 // 32)
+    assert found is not None
+    bodies = {tile.call.args[1] for tile in found.tiles}
+    assert len(found.tiles) == 2 * len(bodies)
+    of_found = [one for one in tried if one[1] in bodies]
+    assert len(of_found) == len(set(of_found)) == tiles._ROUNDS * len(bodies)
 
 
 def test_labels_are_refused_as_by_the_whole() -> None:
