@@ -23,7 +23,7 @@ import torch
 
 from roam import _core
 from roam._core import Graph, Plan
-from roam.errors import GraphError, PlanError
+from roam.errors import GraphError, PlanError, continued
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
@@ -439,27 +439,13 @@ def choose(
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
             return choices
-        enough = _continued(
+        enough = continued(
             refusal,
             "The least that was found to be enough for every step that runs as this one does, the first one included, is "
             f"memory={limit_bytes}",
         )
         enough.least_bytes = limit_bytes
         raise enough from None
-
-
-def _continued(error: PlanError, more: str) -> PlanError:
-    """An error with one more sentence."""
-    result = PlanError(
-        f"{error}. {more}",
-        code=error.code,
-        operator=error.operator,
-        position=error.position,
-        source=error.source,
-    )
-    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
-    result.tiles_floor_bytes = error.tiles_floor_bytes
-    return result
 
 
 class _Chooser:
@@ -619,7 +605,7 @@ class _Chooser:
         if not self._may_cut:
             raise failure
         if self._has_many_sizes:
-            raise _continued(
+            raise continued(
                 failure,
                 "In a plan for many sizes no operators are cut into tiles; with sizes=False each size has a plan of its own",
             )
@@ -627,9 +613,9 @@ class _Chooser:
             "This holds for whole operators; with operators cut into tiles no plan was found either"
         )
         if not self._tiled_bytes:
-            raise _continued(failure, told)
+            raise continued(failure, told)
         least_bytes = min(self._tiled_bytes)
-        refusal = _continued(
+        refusal = continued(
             failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
         )
         refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
