@@ -88,9 +88,9 @@ _UNNOTICED_BYTES = 2**20
 _MOST_KNOWN = 64
 """Plans that are kept for equal graphs."""
 
-_MOST_LIMITS = 4
-"""Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
-that to a plan."""
+_WIDER = (1.0, 1.0, 1.1, 1.25)
+"""By how much more than the last refusal says limits are tried for a step: a floor leads to the
+least that a search finds, and that to a plan, unless tiles of it need a little more."""
 
 _MOST_TRIES = 4
 """How often is chosen which tensors stay in memory; each time with the room that the last plan has
@@ -418,7 +418,7 @@ def choose(
         refusal: PlanError | None = None
         choices = []
         for chooser in choosers:
-            for _ in range(_MOST_LIMITS):
+            for wider in _WIDER:
                 try:
                     within = chooser.within(limit_bytes)
                     if within.recomputation is not None or within.cuts is not None:
@@ -434,7 +434,7 @@ def choose(
                         raise
                     refusal = refusal or error
                     least_bytes = error.least_bytes or chooser.needed_bytes
-                    limit_bytes = min(least_bytes, chooser.needed_bytes)
+                    limit_bytes = min(int(least_bytes * wider), chooser.needed_bytes)
             else:
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
