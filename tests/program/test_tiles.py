@@ -480,9 +480,11 @@ def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch)
             share = sum(length for _, length in run) / body.size
             assert body.run_some(inputs, some) * share == pytest.approx(1)
             for one, expected, result in zip(body.results, whole, some, strict=True):
-                for start, length in run if one.cut is not None else ():
-                    parts_of = (part_of(own, one.cut, start, length) for own in (expected, result))
-                    assert torch.equal(*parts_of)
+                cut = one.cut
+                for start, length in run if cut is not None else ():
+                    assert cut is not None
+                    there, here = (part_of(own, cut, start, length) for own in (expected, result))
+                    assert torch.equal(there, here)
 
 
 def test_equal_calls_are_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
