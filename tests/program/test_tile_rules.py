@@ -337,3 +337,19 @@ def test_what_is_changed_is_read_by_nothing_else(monkeypatch: pytest.MonkeyPatch
     inputs = [None if at == place else cut for at, cut in enumerate(body.inputs)]
     with pytest.raises(AssertionError):
         replace(body, inputs=tuple(inputs))
+
+
+def test_scores_of_one_sample_and_one_head_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dimensions of one element do not keep views of transposed tensors from being cut."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def step(x: Tensor) -> None:
+        layers.zero_grad()
+        q, k, v = (layer(x).unflatten(-1, (1, -1)).transpose(1, 2) for layer in layers)
+        ((q @ k.transpose(-1, -2)).softmax(-1) @ v).square().mean().backward()
+
+    program = captured(monkeypatch, step, [torch.randn(1, TOKENS, WIDTH)])
+    scores = {n for n, size in candidates(program).items() if size == TOKENS * TOKENS * 4}
+    found = exactly_tiled(program, scores, TOKENS * TOKENS)
+    assert found is not None
+    assert found.gone == scores

@@ -1405,7 +1405,7 @@ def _view(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out, given = builder.meta(call.outputs[place]), builder.meta(call.args[0].slot)  # type: ignore[arg-type]
     before = math.prod(out.shape[: cut[0]])
     size = _size(out, cut)
-    for first in range(len(given.shape)):
+    for first in reversed(range(len(given.shape))):  # dimensions of one element are no part of it
         if math.prod(given.shape[:first]) != before:
             continue
         for last in range(first, len(given.shape)):
