@@ -224,6 +224,13 @@ def _tiles(command: _Command) -> None:
         metavar="DTYPE",
         help="these dtypes alone: float32, bfloat16",
     )
+    made.add_argument(
+        "--ways",
+        nargs="+",
+        default=[],
+        metavar="WAY",
+        help="these ways alone, such as eager, roam, 'roam, 10%%'",
+    )
 
 
 def _pages(command: _Command) -> None:

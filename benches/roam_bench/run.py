@@ -130,7 +130,7 @@ def require(*modules: str) -> None:
         )
 
 
-def check_named(asked: Iterable[str], known: Iterable[str]) -> None:
+def check_named(asked: Iterable[str], known: Iterable[str], option: str = "--only") -> None:
     """Fail where a name was asked for that does not exist, or whose library is not installed.
 
     Raises:
@@ -140,7 +140,7 @@ def check_named(asked: Iterable[str], known: Iterable[str]) -> None:
     missing = [name for name in asked if name not in names]
     if missing:
         raise BenchError(
-            f"--only {missing[0]}: it is none of {', '.join(names) or 'what is installed'}"
+            f"{option} {missing[0]}: it is none of {', '.join(names) or 'what is installed'}"
         )
 
 

@@ -38,14 +38,16 @@ _MIB = 2**20
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """A row for each family, dtype and way to train it."""
     check_named(arguments.only, FAMILIES)
+    check_named(arguments.ways, WAYS, "--ways")
     tasks = [
         Task({"family": name, "dtype": dtype, "way": way}, partial(_measure, name, dtype, way))
         for dtype in arguments.dtypes or DTYPES
         for name in FAMILIES
         if name in (arguments.only or FAMILIES)
         for way in WAYS
+        if way in (arguments.ways or WAYS)
     ]
-    settings = {"only": arguments.only, "dtypes": arguments.dtypes}
+    settings = {"only": arguments.only, "dtypes": arguments.dtypes, "ways": arguments.ways}
     return Benchmark("tiles", settings, tasks, _COLUMNS, lambda record: [rows_table(record)])
 
 

@@ -26,7 +26,7 @@ from roam.commands import parallelize as parallelize_command
 from roam.commands import report as report_command
 from roam.commands.subject import add_sharding, add_subject, subject_of
 from roam.disk_cache import disk_cache
-from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
+from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError, continued
 from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.anatomy import Planned, bound, holdings, kinds
 from roam.report.page import ReportUnavailable
@@ -76,6 +76,7 @@ _ANY_LIMIT = 2**40
 """More bytes than any graph takes by which options are checked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Shares of the step-local total at which recomputation is tried."""
+_OF_LIMITS = ("memory_floor", "memory_limit_not_found")
 
 
 class BenchmarksUnavailable(UsageError):
@@ -298,6 +299,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     except roam.PlanningInterrupted as interrupted:
         _complain("interrupted: this is the best plan so far")
         plan, code = interrupted.plan, EXIT_INTERRUPTED
+    except roam.PlanError as error:
+        if error.code not in _OF_LIMITS:
+            raise
+        raise continued(
+            error,
+            "This holds for whole operators: on the CPU, a step that runs may also cut operators "
+            "into tiles, which this command does not",
+        ) from None
     values["plan_s"] = time.perf_counter() - start
     start = time.perf_counter()
     roam.verify(graph, plan)
@@ -409,9 +418,10 @@ def _memory_curve(graph: Graph, plan: Plan, planned: Callable[[int], Plan]) -> l
             made = figures(graph, found)
             row |= {name: made[name] for name in ("total_bytes", "recomputation")}
         except PlanError as error:
-            if error.code not in ("memory_floor", "memory_limit_not_found"):
+            if error.code not in _OF_LIMITS:
                 raise
-            row["error"] = "none can be" if error.code == "memory_floor" else "none was found"
+            is_proved = error.code == "memory_floor"
+            row["error"] = "none of whole operators" if is_proved else "none was found"
         rows.append(row)
     return rows
 

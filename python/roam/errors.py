@@ -103,6 +103,20 @@ class PlanError(RoamError):
     tiles_floor_bytes: int | None = None
 
 
+def continued(error: PlanError, more: str) -> PlanError:
+    """An error with one more sentence."""
+    result = PlanError(
+        f"{error}. {more}",
+        code=error.code,
+        operator=error.operator,
+        position=error.position,
+        source=error.source,
+    )
+    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
+    result.tiles_floor_bytes = error.tiles_floor_bytes
+    return result
+
+
 class LayoutError(RoamError, ValueError):
     """Buffers cannot be packed as asked, or a packing does not fit its buffers."""
 

@@ -293,6 +293,13 @@ def test_options_of_no_graph_are_told_before_the_capture(
     assert_one_line(capsys.readouterr().err, words)
 
 
+def test_a_refused_limit_says_over_which_plans_it_ranges(
+    graph_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", graph_file, "--memory", "1KiB"]) == 2
+    assert_one_line(capsys.readouterr().err, "This holds for whole operators")
+
+
 def test_a_step_that_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

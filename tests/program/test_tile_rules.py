@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roam
-from roam.kernels.tiles import exactly_tiled
+from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.bits import differ
 from roam.program.ir import Program
@@ -31,6 +31,12 @@ TOKENS, WIDTH, WORDS = 96, 24, 500
 
 class _Captured(Exception):
     pass
+
+
+def exactly_tiled(program: Program, gone: set[int], part_bytes: int) -> Tiled | None:
+    """The first way to cut some tensors that is exact."""
+    cutter = Cutter(program, gone, torch.device("cpu"))
+    return next((found for found in cutter.ways(part_bytes) if cutter.is_exact(found)), None)
 
 
 def captured(
@@ -237,7 +243,7 @@ def test_tiles_change_and_return_the_same(
     sizes = candidates(program)
     for least_bytes in (WORDS * WIDTH, 256):
         gone = {number for number, size in sizes.items() if size >= least_bytes}
-        found = exactly_tiled(program, gone, max(sizes.values()) // parts, CPU)
+        found = exactly_tiled(program, gone, max(sizes.values()) // parts)
         assert found is not None
         assert any(one.body.changed for one in found.tiles)
         for hostile in (0, 4, 6):
@@ -284,7 +290,7 @@ def test_an_update_that_gets_other_bits_is_not_cut(
     sizes = candidates(program)
     gone = {number for number, size in sizes.items() if size >= WORDS * WIDTH * 4}
     part_bytes = max(sizes.values()) // 8
-    ordinary = exactly_tiled(program, gone, part_bytes, CPU)
+    ordinary = exactly_tiled(program, gone, part_bytes)
     assert ordinary is not None
     assert any(one.body.changed for one in ordinary.tiles)
 
@@ -304,7 +310,7 @@ def test_an_update_that_gets_other_bits_is_not_cut(
         return number
 
     monkeypatch.setattr(tiling.Builder, "changing", faulty_changing)
-    found = exactly_tiled(program, gone, part_bytes, CPU)
+    found = exactly_tiled(program, gone, part_bytes)
     assert found is not None
     changed = {
         found.source.calls[one.position].target for tile in found.tiles for one in tile.changed
@@ -331,3 +337,19 @@ def test_what_is_changed_is_read_by_nothing_else(monkeypatch: pytest.MonkeyPatch
     inputs = [None if at == place else cut for at, cut in enumerate(body.inputs)]
     with pytest.raises(AssertionError):
         replace(body, inputs=tuple(inputs))
+
+
+def test_scores_of_one_sample_and_one_head_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dimensions of one element do not keep views of transposed tensors from being cut."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def step(x: Tensor) -> None:
+        layers.zero_grad()
+        q, k, v = (layer(x).unflatten(-1, (1, -1)).transpose(1, 2) for layer in layers)
+        ((q @ k.transpose(-1, -2)).softmax(-1) @ v).square().mean().backward()
+
+    program = captured(monkeypatch, step, [torch.randn(1, TOKENS, WIDTH)])
+    scores = {n for n, size in candidates(program).items() if size == TOKENS * TOKENS * 4}
+    found = exactly_tiled(program, scores, TOKENS * TOKENS)
+    assert found is not None
+    assert found.gone == scores

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roam
-from roam.kernels.tiles import exactly_tiled
+from roam.kernels import tiles
+from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
@@ -26,6 +27,12 @@ from roam.runtime.strategy import _Chooser
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLASSES, WIDTH, ROWS = 2048, 64, 512
+
+
+def exactly_tiled(program: Program, gone: set[int], part_bytes: int) -> Tiled | None:
+    """The first way to cut some tensors that is exact."""
+    cutter = Cutter(program, gone, torch.device("cpu"))
+    return next((found for found in cutter.ways(part_bytes) if cutter.is_exact(found)), None)
 
 
 class Model(nn.Module):
@@ -320,7 +327,7 @@ def test_what_gets_other_bits_is_not_cut(
 
     monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
     gone = logits_of(program)
-    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, torch.device("cpu"))
+    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8)
     assert found is not None
     logits = next(
         call.outputs[0]
@@ -351,7 +358,7 @@ def test_blocks_that_get_other_bits_are_not_added(
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
     program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
     gone, part_bytes = logits_of(program), ROWS * CLASSES * 4 // 4
-    ordinary = exactly_tiled(program, gone, part_bytes, torch.device("cpu"))
+    ordinary = exactly_tiled(program, gone, part_bytes)
     assert ordinary is not None
     lengths = set(range(1, ROWS)) if is_each else blocks_of(ordinary)
     if not lengths:
@@ -364,7 +371,7 @@ def test_blocks_that_get_other_bits_are_not_added(
 
     faulty.__qualname__ += str(is_each)
     monkeypatch.setattr(tiling, "add_product", faulty)
-    found = exactly_tiled(program, gone, part_bytes, torch.device("cpu"))
+    found = exactly_tiled(program, gone, part_bytes)
     assert found is not None
     assert blocks_of(found).isdisjoint(lengths)
     assert not (is_each and blocks_of(found))
@@ -450,6 +457,67 @@ def test_scores_are_made_once_for_the_loss_and_their_gradient(
     row_bytes = CLASSES * 4
     assert tile.body.length == 32
     assert measure_peak(tile.body.run, inputs, outs).peak_bytes < (192 + 2.5 * 32) * row_bytes
+
+
+def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call takes is found out from the first two blocks and the last one, which get what all
+    of them give.
+    """
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    for parts in (8, 32):
+        found = tiled(program, logits_of(program), ROWS * CLASSES * 4 // parts)
+        assert found is not None
+        for tile in found.tiles:
+            body = tile.body
+            metas = [found.slots[slot] for slot in tile.call.refs()]
+            inputs = [torch.ones(meta.shape).to(meta.dtype) for meta in metas if meta is not None]
+            whole, some = ([torch.zeros(one.shape) for one in body.results] for _ in range(2))
+            all_bytes = measure_peak(body.run, inputs, whole).peak_bytes
+            some_bytes = measure_peak(body.run_some, inputs, some).peak_bytes
+            assert some_bytes == all_bytes
+            done = list(body.blocks() if body.closing else body.intervals())
+            run = dict.fromkeys((*done[:2], done[-1]))
+            share = sum(length for _, length in run) / body.size
+            assert body.run_some(inputs, some) * share == pytest.approx(1)
+            for one, expected, result in zip(body.results, whole, some, strict=True):
+                cut = one.cut
+                for start, length in run if cut is not None else ():
+                    assert cut is not None
+                    there, here = (part_of(own, cut, start, length) for own in (expected, result))
+                    assert torch.equal(there, here)
+
+
+def test_equal_calls_are_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two micro-batches are cut alike."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "_learned", {})
+
+    def accumulating() -> tuple[Model, Callable[..., Any]]:
+        model, _ = made(cross_entropy)
+
+        def step(*batches: Tensor) -> None:
+            model.zero_grad()
+            for tokens, labels in zip(batches[::2], batches[1::2], strict=True):
+                cross_entropy(model(tokens), labels).backward()
+
+        return model, step
+
+    first, second = batches(2)
+    program = captured(monkeypatch, accumulating, (*first, *second))
+    tried: list[tuple[int, str]] = []
+    wrong = tiles._Trial.wrong
+
+    def spy(self: tiles._Trial, tile: Any) -> int | None:
+        tried.append((self.turn, tile.call.args[1]))
+        return wrong(self, tile)
+
+    monkeypatch.setattr(tiles._Trial, "wrong", spy)
+    found = exactly_tiled(program, logits_of(program), ROWS * CLASSES * 4 // 32)
+    assert found is not None
+    bodies = {tile.call.args[1] for tile in found.tiles}
+    assert len(found.tiles) == 2 * len(bodies)
+    of_found = [one for one in tried if one[1] in bodies]
+    assert len(of_found) == len(set(of_found)) == tiles._ROUNDS * len(bodies)
 
 
 def test_labels_are_refused_as_by_the_whole() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,58 +97,114 @@ def _exact_blocks(program: Program, call: Call, device: torch.device) -> int:
     return found
 
 
-def exactly_tiled(
-    program: Program,
-    gone: Collection[int],
-    part_bytes: int,
-    device: torch.device,
-    room_bytes: int | None = None,
-) -> Tiled | None:
-    """As `tiled`, with nothing but cuts and blocks that have been tried and give the same bits.
+class Cutter:
+    """Cuts some tensors of a program, by cuts and blocks that give the same bits.
 
     Nothing is tried for which the whole takes more than `room_bytes`; what was tried before needs
     no room.
+
+    Attributes:
+        refused: what is known to have other bits.
     """
-    refused = other_blocks(program, gone, device)
-    trials: list[_Trial] = []
-    with _one_at_a_time:
+
+    def __init__(
+        self,
+        program: Program,
+        gone: Collection[int],
+        device: torch.device,
+        room_bytes: int | None = None,
+    ) -> None:
+        self._program, self._gone, self._device = program, gone, device
+        self._room_bytes = room_bytes
+        self._trial: _Trial | None = None
+        self.refused = other_blocks(program, gone, device)
+
+    def ways(self, part_bytes: int) -> Iterator[Tiled]:
+        """As `tiled`, without what is known to have other bits: another way each time that
+        `is_exact` has refused one.
+        """
         for _ in range(_MOST_ATTEMPTS):
-            found = tiled(program, gone, part_bytes, refused)
+            found = tiled(self._program, self._gone, part_bytes, self.refused)
             if found is None:
-                return None
-            known = {tile.call.args[1]: _key(found, tile) for tile in found.tiles}
-            asked = {key for key in known.values() if key not in _learned}
-            _learned.update(recall(_KIND, asked, device))
-            is_right = not any(_learned.get(key) for key in known.values())
-            if is_right and any(key not in _learned for key in known.values()):
-                if room_bytes is not None and _trial_bytes(found) > room_bytes:
-                    return None
-                if not trials or trials[0].found.gone != found.gone:
-                    trials = [_Trial(found, device, turn) for turn in range(_ROUNDS)]
-                learned = _tried(found, trials, known)
+                break
+            keys = _keys(found)
+            with _one_at_a_time:
+                unknown = {key for key in keys if key not in _learned}
+                _learned.update(recall(_KIND, unknown, self._device))
+            if self._refuse(found, keys):
+                continue
+            is_known = self._room_bytes is None or all(key in _learned for key in keys)
+            if not is_known and _trial_bytes(found) > self._room_bytes:  # type: ignore[operator]
+                break
+            yield found
+        self._trial = None
+
+    def is_exact(self, found: Tiled) -> bool:
+        """Whether all calls that run tile by tile give the whole's bits. What is not known is
+        tried, until one does not.
+        """
+        keys = _keys(found)
+        if any(key not in _learned for key in keys):
+            with _one_at_a_time, kernels_alone(self._device.type), torch.random.fork_rng(()):
+                learned = self._tried(found, keys)
                 _learned.update(learned)
-                retain(_KIND, learned, device)
-            wrong = {
-                _part(tile, _learned[key] - 1)
-                for tile in found.tiles
-                if _learned.get(key := known[tile.call.args[1]], 0)
-            }
-            if not wrong:
-                return found
-            refused |= wrong
-    return None
+                retain(_KIND, learned, self._device)
+        return not self._refuse(found, keys)
 
+    def _refuse(self, found: Tiled, keys: Sequence[object]) -> bool:
+        """Notes what has other bits; whether anything has."""
+        wrong = {
+            _part(tile, _learned[key] - 1)
+            for tile, key in zip(found.tiles, keys, strict=True)
+            if _learned.get(key, 0)
+        }
+        self.refused |= wrong
+        return bool(wrong)
 
-def _tried(found: Tiled, trials: list[_Trial], keys: dict[str, object]) -> dict[object, int]:
-    """What is wrong in the first call that is not exact; that all are, if there is none."""
-    with kernels_alone(trials[0].device.type), torch.random.fork_rng(()):
-        for trial in trials:
-            trial.begin(found)
-            for tile in found.tiles:
-                wrong = trial.wrong(tile)
+    def _tried(self, found: Tiled, keys: Sequence[object]) -> dict[object, int]:
+        """What is wrong in the first call that is not exact; that all are, if there is none.
+
+        Rounds are tried one after the other. What the original calls make in the last one is kept,
+        for another way to cut the same tensors.
+        """
+        asked = _asked(found, keys)
+        if self._trial is not None and self._trial.found.gone != found.gone:
+            self._trial = None
+        first = 0 if self._trial is None else self._trial.turn
+        for turn in (*range(first, _ROUNDS), *range(first)):
+            if self._trial is None or self._trial.turn != turn:
+                self._trial = None  # before there is another
+                self._trial = _Trial(found, self._device, turn)
+            self._trial.begin(found)
+            for place in asked:
+                wrong = self._trial.wrong(found.tiles[place])
                 if wrong is not None:
-                    return {keys[tile.call.args[1]]: wrong + 1}
-    return dict.fromkeys(keys.values(), 0)
+                    return {keys[place]: wrong + 1}
+        self._trial = None
+        return {keys[place]: 0 for place in asked}
+
+
+def _keys(found: Tiled) -> list[object]:
+    return [_key(found, tile) for tile in found.tiles]
+
+
+def _asked(found: Tiled, keys: Sequence[object]) -> list[int]:
+    """The first call of each kind about which nothing is known, and those that make what it reads
+    and the original program has not.
+    """
+    makers = {member.slot: place for place, tile in enumerate(found.tiles) for member in tile.made}
+    firsts: dict[object, int] = {}
+    for place, key in enumerate(keys):
+        firsts.setdefault(key, place)
+    waiting = [place for key, place in firsts.items() if key not in _learned]
+    asked: set[int] = set()
+    while waiting:
+        place = waiting.pop()
+        if place not in asked:
+            asked.add(place)
+            read = found.tiles[place].call.refs()
+            waiting += [makers[slot] for slot in read if slot >= len(found.source.slots)]
+    return sorted(asked)
 
 
 def _part(tile: Tile, number: int) -> Part:

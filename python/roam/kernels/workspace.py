@@ -28,6 +28,7 @@ from roam.program.bits import with_bits
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import ATTENTION, is_foreign, is_region, on_list
 from roam.program.releases import Release, released
+from roam.program.tiles import run_into, run_some_into
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -510,7 +511,7 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     def run() -> list[torch.Tensor]:
         if at is not None and not at.by_rows:
             kernel, given, named = at.placement.call(args, kwargs, outs)
-            kernel(*given, **named)
+            in_parts(kernel)(*given, **named)
             return []
         results = pytree.tree_leaves(call.target(*args, **kwargs))
         if call.name in _TO_OUT or _changes_alone(program, index):
@@ -522,6 +523,13 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
         # What the kernel keeps allocated it made for the first call alone.
         taken = peak(run)[0] if kept else taken
     return 0 if device.type == "cpu" and _is_written(at) and taken < _LEAST_BYTES else taken
+
+
+def in_parts(kernel: Callable[..., object]) -> Callable[..., object]:
+    """A kernel that takes as much memory, and less time where the kernel does the same over and
+    over again: it then returns how much longer all takes.
+    """
+    return run_some_into if kernel is run_into else kernel
 
 
 def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -463,6 +464,7 @@ class _Tiling:
         self.losses: dict[int, Call] = {}
         self.extents: dict[int, tuple[int, int]] = {}
         self._flops: dict[int, int] = {}
+        self._agains: dict[int, set[tuple[int, Cut]]] = {}
         self.written: dict[int, list[int]] = {}
         for index, call in enumerate(program.calls):
             for slot in call.mutates:
@@ -860,21 +862,28 @@ class _Tiling:
         """Whether a member makes again what others do, all that it needs is there where they are
         made, and tiles of one length suit all.
         """
-        trial, alone = (Builder(self, builder.size, position) for _ in range(2))
-        try:
-            for one in members:
-                one.made(trial)
-            before = set(trial.again)
-            member.made(trial)
-            member.made(alone)
-        except Uncut:
+        again = self._again(member)
+        if all(again.isdisjoint(self._again(one)) for one in members):
             return False
-        if before.isdisjoint(alone.again):
+        trial = Builder(self, builder.size, position)
+        try:
+            for one in (*members, member):
+                one.made(trial)
+        except Uncut:
             return False
         if trial.lengths([(one.slot, one.cut) for one in (*members, member)]) is None:
             return False
         given = (*trial.given(), *trial.given_numbers())
         return all(self._made_at(slot) < position for slot in given)
+
+    def _again(self, member: Member) -> set[tuple[int, Cut]]:
+        """Parts that a member makes of what never exists whole."""
+        if id(member) not in self._agains:
+            alone = Builder(self, member.size, member.position)
+            with suppress(Uncut):
+                member.made(alone)
+            self._agains[id(member)] = alone.again
+        return self._agains[id(member)]
 
     def _made_at(self, slot: int) -> int:
         """The call before which a tensor does not exist."""
@@ -1396,7 +1405,7 @@ def _view(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out, given = builder.meta(call.outputs[place]), builder.meta(call.args[0].slot)  # type: ignore[arg-type]
     before = math.prod(out.shape[: cut[0]])
     size = _size(out, cut)
-    for first in range(len(given.shape)):
+    for first in reversed(range(len(given.shape))):  # dimensions of one element are no part of it
         if math.prod(given.shape[:first]) != before:
             continue
         for last in range(first, len(given.shape)):

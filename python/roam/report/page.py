@@ -114,7 +114,11 @@ def _headline(anatomy: Anatomy) -> str:
     if anatomy.planned.runs_again:
         floor = values["recomputation"]["floor_bytes"]
         # No floor is known for plans that may also offload tensors.
-        proof = "" if floor is None else f"; no plan takes less than {format_bytes(floor)} in all"
+        proof = (
+            ""
+            if floor is None
+            else f"; no plan of whole operators takes less than {format_bytes(floor)} in all"
+        )
     elif size == values["lower_bound_bytes"]:
         proof = "; no order takes less"
     else:

@@ -77,8 +77,8 @@ def _recomputation(again: Mapping[str, Any]) -> str:
         )
     least = again["least_extra_s"] / step_s if step_s else 0.0
     return (
-        f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan within the limit "
-        f"takes less than {least:.1%}"
+        f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan of whole "
+        f"operators within the limit takes less than {least:.1%}"
     )
 
 
@@ -155,7 +155,7 @@ def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
             ("without limit", "plain_total_bytes", plain, "total if every operator runs once"),
         ]
         if floor is not None:
-            note = "no plan takes less, however often operators run"
+            note = "no plan of whole operators takes less, however often they run"
             rows.append(("floor", "floor_bytes", floor, note))
     return rows
 

@@ -261,8 +261,8 @@ class StepMemory:
         least = ""
         if self.least_extra_s is not None:
             least = (
-                f"; no plan within the limit{' with these tiles' if self.cuts else ''} takes less extra time than "
-                f"{self._of_step(self.least_extra_s)}"
+                f"; no plan within the limit {'with these tiles' if self.cuts else 'of whole operators'} takes "
+                f"less extra time than {self._of_step(self.least_extra_s)}"
             )
         return [
             f"{runs}, for {extra}{least}. Times of {self.timed_operators:,} operators are "
@@ -315,7 +315,8 @@ class StepMemory:
             (
                 "floor",
                 self.floor_bytes,
-                "no plan with the same tiles takes less, whatever it runs again",
+                f"no plan {'with the same tiles' if self.cuts else 'of whole operators'} takes less, "
+                "whatever it runs again",
             ),
             (
                 "run",

@@ -23,12 +23,12 @@ import torch
 
 from roam import _core
 from roam._core import Graph, Plan
-from roam.errors import GraphError, PlanError
+from roam.errors import GraphError, PlanError, continued
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.tiles import exactly_tiled, other_blocks
+from roam.kernels.tiles import Cutter
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import Link, placed_load
@@ -89,9 +89,9 @@ _UNNOTICED_BYTES = 2**20
 _MOST_KNOWN = 64
 """Plans that are kept for equal graphs."""
 
-_MOST_LIMITS = 4
-"""Limits that are tried for a step: a refusal's floor leads to the least that a search finds, and
-that to a plan."""
+_WIDER = (1.0, 1.0, 1.1, 1.25)
+"""By how much more than the last refusal says limits are tried for a step: a floor leads to the
+least that a search finds, and that to a plan, unless tiles of it need a little more."""
 
 _MOST_TRIES = 4
 """How often is chosen which tensors stay in memory; each time with the room that the last plan has
@@ -418,7 +418,7 @@ def choose(
         refusal: PlanError | None = None
         choices = []
         for chooser in choosers:
-            for _ in range(_MOST_LIMITS):
+            for wider in _WIDER:
                 try:
                     within = chooser.within(limit_bytes)
                     if within.recomputation is not None or within.cuts is not None:
@@ -434,32 +434,18 @@ def choose(
                         raise
                     refusal = refusal or error
                     least_bytes = error.least_bytes or chooser.needed_bytes
-                    limit_bytes = min(least_bytes, chooser.needed_bytes)
+                    limit_bytes = min(int(least_bytes * wider), chooser.needed_bytes)
             else:
                 limit_bytes = max(limit_bytes, chooser.needed_bytes)
         if refusal is None:
             return choices
-        enough = _continued(
+        enough = continued(
             refusal,
             "The least that was found to be enough for every step that runs as this one does, the first one included, is "
             f"memory={limit_bytes}",
         )
         enough.least_bytes = limit_bytes
         raise enough from None
-
-
-def _continued(error: PlanError, more: str) -> PlanError:
-    """An error with one more sentence."""
-    result = PlanError(
-        f"{error}. {more}",
-        code=error.code,
-        operator=error.operator,
-        position=error.position,
-        source=error.source,
-    )
-    result.least_bytes, result.floor_bytes = error.least_bytes, error.floor_bytes
-    result.tiles_floor_bytes = error.tiles_floor_bytes
-    return result
 
 
 class _Chooser:
@@ -610,8 +596,9 @@ class _Chooser:
         wants_less = best is None or _extra_share(best) > _LITTLE
         if wants_less and self._may_cut and not self._has_many_sizes:
             untried, self._untried = self._untried, None
-            by_tiles = self._tiled_within(limit_bytes)
-            if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
+            most_s = math.inf if best is None else _extra_s(best)
+            by_tiles = self._tiled_within(limit_bytes, most_s)
+            if by_tiles is not None:
                 return replace(by_tiles, memory_limit_bytes=limit_bytes)
             self._untried = untried
         if best is not None:
@@ -620,7 +607,7 @@ class _Chooser:
         if not self._may_cut:
             raise failure
         if self._has_many_sizes:
-            raise _continued(
+            raise continued(
                 failure,
                 "In a plan for many sizes no operators are cut into tiles; with sizes=False each size has a plan of its own",
             )
@@ -628,9 +615,9 @@ class _Chooser:
             "This holds for whole operators; with operators cut into tiles no plan was found either"
         )
         if not self._tiled_bytes:
-            raise _continued(failure, told)
+            raise continued(failure, told)
         least_bytes = min(self._tiled_bytes)
-        refusal = _continued(
+        refusal = continued(
             failure, f"{told}: the smallest that were tried need {least_bytes} bytes"
         )
         refusal.least_bytes = min(least_bytes, refusal.least_bytes or least_bytes)
@@ -654,9 +641,9 @@ class _Chooser:
             follows((call.args, call.kwargs)) for call in program.calls
         )
 
-    def _tiled_within(self, limit_bytes: int) -> Choice | None:
+    def _tiled_within(self, limit_bytes: int, most_s: float) -> Choice | None:
         """A plan within a limit in which the largest tensors never exist whole; None if none is
-        found.
+        found that takes less extra time than `most_s` seconds.
         """
         device = self._variant.device
         program = out_of_place(merged(self._variant.program))
@@ -669,7 +656,8 @@ class _Chooser:
         for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
-                refused = other_blocks(program, gone, device)
+                cutter = Cutter(program, gone, device, available_bytes(device, 0))
+            refused = cutter.refused
             estimates = self._parts(program, gone, most, limit_bytes, refused)
             if not estimates:
                 continue
@@ -688,11 +676,11 @@ class _Chooser:
                 continue
             best: Choice | None = None
             for _, parts in estimates:
-                choice = self._with_tiles(program, gone, most // parts, limit_bytes)
-                if choice is not None and (best is None or _extra_s(choice) < _extra_s(best)):
-                    best = choice
-                if best is not None and _extra_share(best) < _LITTLE:
-                    break
+                choice = self._with_tiles(cutter, most // parts, limit_bytes, most_s)
+                if choice is not None:
+                    best, most_s = choice, _extra_s(choice)
+                    if _extra_share(best) < _LITTLE:
+                        break
             if best is not None:
                 return best
         return None
@@ -714,27 +702,33 @@ class _Chooser:
         return choice.checks_bytes + (choice.total_bytes if least_bytes is None else least_bytes)
 
     def _with_tiles(
-        self, program: Program, gone: set[int], part_bytes: int, limit_bytes: int
+        self, cutter: Cutter, part_bytes: int, limit_bytes: int, most_s: float
     ) -> Choice | None:
-        """A plan within a limit with parts of a size of some tensors; None if none is found."""
-        device = self._variant.device
-        with self._trying():
-            found = exactly_tiled(program, gone, part_bytes, device, available_bytes(device, 0))
-        if found is None:
-            return None
-        choice, lowering = self._way_by_tiles(found)
-        left_bytes = max(limit_bytes - choice.checks_bytes, 1)
-        if choice.total_bytes > left_bytes:
-            prepared = self._prepared(lowering, left_bytes)
-            try:
-                choice = self._within(left_bytes, prepared, choice, self._pool)
-            except PlanError as error:
-                if not error.code.startswith("memory_"):
-                    raise
-                if error.least_bytes is not None:
-                    self._tiled_bytes.append(error.least_bytes)
+        """A plan within a limit with parts of a size of some tensors; None if none is found that
+        takes less extra time than `most_s` seconds. It is found before cuts are tried, which takes
+        longer.
+        """
+        for found in cutter.ways(part_bytes):
+            choice, lowering = self._way_by_tiles(found)
+            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+            if choice.total_bytes > left_bytes:
+                prepared = self._prepared(lowering, left_bytes)
+                try:
+                    choice = self._within(left_bytes, prepared, choice, self._pool)
+                except PlanError as error:
+                    if not error.code.startswith("memory_"):
+                        raise
+                    if error.least_bytes is not None:
+                        self._tiled_bytes.append(error.least_bytes)
+                    return None
+            choice = self._with_cuts(choice, found, lowering)
+            if _extra_s(choice) >= most_s:
                 return None
-        return self._with_cuts(choice, found, lowering)
+            with self._trying():
+                is_exact = cutter.is_exact(found)
+            if is_exact:
+                return choice
+        return None
 
     def _parts(
         self,
