@@ -614,6 +614,10 @@ class Lazy(Recorder):
         """The step's own code has raised: as in eager PyTorch, what came before runs."""
         self.advance(is_end=True)
 
+    def unread(self) -> None:
+        """A read of memory that no kernel has written to yet has failed in the step's own code."""
+        self.failure = self.failure or ExecutionError(UNREAD, code="unread")
+
     def finish(self) -> None:
         """The function has returned: runs the rest.
 

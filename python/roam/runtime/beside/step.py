@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -18,7 +18,7 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import is_own_file
 from roam.runtime.available import known_limit
 from roam.runtime.beside.lazy import Lazy
-from roam.runtime.beside.looks import looking
+from roam.runtime.beside.looks import failures_seen, looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
@@ -260,7 +260,12 @@ class Beside:
         )
         drawn = drawn_state()
         try:
-            with _generators_watched(recorder), looking(recorder), recorder:
+            with ExitStack() as watching:
+                watching.enter_context(_generators_watched(recorder))
+                watching.enter_context(looking(recorder))
+                if isinstance(recorder, Lazy):
+                    watching.enter_context(failures_seen(recorder))
+                watching.enter_context(recorder)
                 result = self._function(*args, **kwargs)
             recorder.finish()
         except Exception as error:
@@ -466,8 +471,13 @@ class Beside:
                 enter(planned)
                 matched = Matched(planned, others, enter, lazy if self._is_lazy else None)
                 matched.may_leave = self._on_change != "raise"
+                is_first = not all(way.has_run for way in calls.ways if way.planned is not None)
                 try:
-                    with looking(matched), matched:
+                    with (
+                        looking(matched),
+                        failures_seen(matched) if is_first else nullcontext(),
+                        matched,
+                    ):
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
