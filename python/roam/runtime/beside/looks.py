@@ -81,6 +81,9 @@ class Looked(Protocol):
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """`x.data` has been asked for."""
 
+    def unread(self) -> None:
+        """A read of memory that no kernel has written to yet has failed in the step's own code."""
+
 
 def _chooses(variable: Any) -> bool:
     """Whether libraries may choose kernels by an environment variable."""
