@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import re
 import signal
@@ -1136,6 +1137,14 @@ def _finishes() -> bool:
     return torch.distributed.Work.unbox(private.finished_work()).is_completed()
 
 
+def _unboxes(group: Any) -> bool:
+    reduction = torch.distributed.ReduceOp(torch.distributed.ReduceOp.SUM)
+    return (
+        private.unboxed(group.boxed()) is group
+        and private.unboxed(reduction.boxed()) == torch.distributed.ReduceOp.SUM
+    )
+
+
 def _in_group(of: Callable[[Any], bool]) -> Callable[[], bool]:
     def check() -> bool:
         torch.distributed.init_process_group(
@@ -1647,6 +1656,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "engine_will_run": _will_run,
     "OPERATORS": _overloads,
     "finished_work": _finishes,
+    "unboxed": _in_group(_unboxes),
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,
     "matmul_precision": _precisions,
@@ -1786,7 +1796,7 @@ NEEDED_WITH_2_15 = {
     "chunk_cat", "exchange_shard", "flat_shape", "forget_forward_passes", "set_up_shards", "shard_faults",
     "shard_groups", "shard_holders", "shard_kernel", "shard_memory", "shard_settings", "shard_states",
     "shards", "single_dimension_rules", "spec_rules", "whole_parameters",
-    "expects_backward", "finished_work", "kept_buckets",
+    "expects_backward", "finished_work", "kept_buckets", "unboxed",
 }  # fmt: skip
 """What roam uses to record compiled regions, `fully_shard`, layouts of distributed tensors, and the
 newer arguments of `DistributedDataParallel`: it does these only with PyTorch 2.15, or does less
@@ -1876,6 +1886,21 @@ def test_a_list_that_ends_in_an_error_leaves_nothing() -> None:
     ):
         pass
     assert torch.Tensor.item is before
+
+
+@pytest.mark.parametrize("name", ["item", "__format__"])
+@pytest.mark.parametrize("ends", list(itertools.permutations(range(3))))
+def test_blocks_of_several_threads_may_end_in_any_order(ends: tuple[int, ...], name: str) -> None:
+    before, values = getattr(torch.Tensor, name), [object() for _ in range(3)]
+    blocks = [replaced([(torch.Tensor, name, value)]) for value in values]
+    for block in blocks:
+        block.__enter__()
+    inside = {0, 1, 2}
+    for end in ends:
+        blocks[end].__exit__(None, None, None)
+        inside.remove(end)
+        assert getattr(torch.Tensor, name) is (values[max(inside)] if inside else before)
+    assert not patches._standing
 
 
 def everything() -> dict[str, Any]:

@@ -114,8 +114,19 @@ def announce() -> None:
         _announced["group"], _announced["process"] = group, os.getpid()
         store, rank = store_of(group), group.rank()
         store.set(f"process/{rank}", f"{_machine()} {os.getpid()}")
-        if store.check([f"ended/{rank}"]):  # an earlier process's, with the same store
-            store.set(f"ended/{rank}", "")
+        for key in (f"ended/{rank}", f"beside/{rank}"):
+            if store.check([key]):  # an earlier process's, with the same store
+                store.set(key, "")
+
+
+def announce_beside() -> None:
+    """Tells other ranks that this one launches what its own Python asks for, so that they do not
+    wait for a plan of it.
+    """
+    announce()
+    if "group" in _announced:
+        group = _announced["group"]
+        store_of(group).set(f"beside/{group.rank()}", "1")
 
 
 _announced: dict[str, Any] = {}
@@ -221,7 +232,11 @@ def _has_agreed(group: Group, sequence: list[list[str]], start: float) -> bool:
     """
     store, digest = _store(group), _digest(sequence)
     others = [other for other in range(len(group.ranks)) if other != group.rank]
-    missing = [one for one in others if not store.check([f"known/{one}/{digest}"])]
+    missing = [
+        one
+        for one in others
+        if not (store.check([f"known/{one}/{digest}"]) or _is_beside(_named(group, one)))
+    ]
     for other in missing:  # differences come first: a rank that finds one leaves
         theirs = _read(store, f"pending/{other}")
         if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
@@ -238,6 +253,11 @@ def _has_agreed(group: Group, sequence: list[list[str]], start: float) -> bool:
     if not missing:
         store.set(f"pending/{group.rank}", "")
     return not missing
+
+
+def _is_beside(rank: int) -> bool:
+    """Whether a rank has said that its own Python runs."""
+    return bool(_told(store_of(torch.distributed.group.WORLD), f"beside/{rank}"))
 
 
 def _digest(sequence: Sequence[Sequence[str]]) -> str:

@@ -126,7 +126,6 @@ class Launch:
 
     def __call__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         """Launches it on real tensors, all of which stay busy until `wait`."""
-        group = resolve_group(self.group.name)
         tensors = [*outputs, *inputs]
         if self.group.must_release():
             # The group gets storages of its own on the same memory: whatever the step does with its
@@ -135,8 +134,13 @@ class Launch:
             held, before = tensors, _holders(tensors)
         else:
             held, before = [], []
-        made, read = tensors[: len(outputs)], tensors[len(outputs) :]
-        return Pending(self, _STARTS[self.kind](self, group, made, read), held, before)
+        work = self.start(tensors[: len(outputs)], tensors[len(outputs) :])
+        return Pending(self, work, held, before)
+
+    def start(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Launches it by an operator, and gives PyTorch's handle."""
+        group = resolve_group(self.group.name)
+        return _STARTS[self.kind](self, group, list(outputs), list(inputs))
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:

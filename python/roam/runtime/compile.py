@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from roam._core import Plan
-from roam.distributed.agreement import announce
+from roam.distributed.agreement import announce, announce_beside
 from roam.errors import MOST_SETTLING, CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
@@ -316,6 +316,7 @@ class Step:
                 "microseconds for each operator (docs/explanation/beside.md), since a plan alone cannot repeat it: %s",
                 self._name, refusal,
             )  # fmt: skip
+        announce_beside()
         most = self._captures.most
         self._beside = Beside(
             self._train_step, self._name, self._options, self._on_change, most, refusal
@@ -332,7 +333,6 @@ class Step:
         return self._python == "beside" or (
             self._python == "auto"
             and refusal.code in PYTHONS_OWN
-            and not _has_ranks()
             and options.streams == 1
             and not options.cuda_graph
             and options.offload is None

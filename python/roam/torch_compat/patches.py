@@ -10,9 +10,11 @@ import builtins
 import functools
 import gc
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from roam.interrupts import interrupts_wait
@@ -325,13 +327,13 @@ def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> I
             if type(replacements) is not Listed:
                 _check_listed(wanted, of)
             know_functions()
-            put: list[tuple[Any, str, Any, bool]] = []
+            put: list[_Put] = []
             stack.callback(_put_all_back, put)
             for holder, name, value in wanted:
                 if name in ("__class__", "__dict__"):
                     stack.enter_context(_in_class(holder, name, value))
                 else:
-                    put.append((holder, name, *_put(holder, name, value)))
+                    put.append(_put(holder, name, value))
         yield
 
 
@@ -415,39 +417,71 @@ def _forget_lookups(kind: type) -> None:
     del kind._roam  # type: ignore[attr-defined]
 
 
-def _put(holder: Any, name: str, value: Any) -> tuple[Any, bool]:
-    """Replaces an attribute.
+@dataclass(slots=True, eq=False)
+class _Put:
+    """What comes back to a place that something else stands in.
 
-    Returns:
-        what was there, `_NOTHING` if nothing, and whether the holder itself had it, and no base.
+    Attributes:
+        original: what was there, `_NOTHING` if nothing.
+        is_own: whether the holder itself had it, and no base.
     """
-    own = vars(holder) if hasattr(holder, "__dict__") else {}
-    is_own = name in own
-    original = own[name] if is_own else getattr(holder, name, _NOTHING)
-    # A module's global of a builtin's name goes before the builtin.
-    if original is _NOTHING and not hasattr(builtins, name):
-        raise AttributeError(f"{holder!r} does not have the attribute {name!r}")
-    setattr(holder, name, value)
-    return original, is_own
+
+    holder: Any
+    name: str
+    original: Any
+    is_own: bool
 
 
-def _put_all_back(put: list[tuple[Any, str, Any, bool]]) -> None:
+_standing: dict[tuple[int, str], list[_Put]] = {}
+"""For each place in which something stands now, by the holder's identity and the name, what comes
+back, in the order in which it was put aside. Blocks of several threads may end in any order.
+"""
+_places = threading.Lock()
+
+
+def _put(holder: Any, name: str, value: Any) -> _Put:
+    """Replaces an attribute."""
+    with _places:
+        own = vars(holder) if hasattr(holder, "__dict__") else {}
+        is_own = name in own
+        original = own[name] if is_own else getattr(holder, name, _NOTHING)
+        # A module's global of a builtin's name goes before the builtin.
+        if original is _NOTHING and not hasattr(builtins, name):
+            raise AttributeError(f"{holder!r} does not have the attribute {name!r}")
+        setattr(holder, name, value)
+        one = _Put(holder, name, original, is_own)
+        _standing.setdefault((_identity(holder), name), []).append(one)
+        return one
+
+
+def _put_all_back(put: list[_Put]) -> None:
     """Puts the originals back, the last replacement's first, all of them even if one cannot be."""
     try:
         while put:
-            _put_back(*put.pop())
+            _put_back(put.pop())
     finally:
         if put:
             _put_all_back(put)
 
 
-def _put_back(holder: Any, name: str, original: Any, is_own: bool) -> None:
-    if is_own:
-        setattr(holder, name, original)
-        return
-    delattr(holder, name)
-    if original is not _NOTHING and not hasattr(holder, name):
-        setattr(holder, name, original)  # such as a slot's
+def _put_back(one: _Put) -> None:
+    with _places:
+        holder, name, original = one.holder, one.name, one.original
+        place = _identity(holder), name
+        standing = _standing[place]
+        at = standing.index(one)
+        del standing[at]
+        if at < len(standing):  # what another thread has put there since stays
+            standing[at].original, standing[at].is_own = original, one.is_own
+            return
+        if not standing:
+            del _standing[place]
+        if one.is_own:
+            setattr(holder, name, original)
+            return
+        delattr(holder, name)
+        if original is not _NOTHING and not hasattr(holder, name):
+            setattr(holder, name, original)  # such as a slot's
 
 
 _NOTHING: Final = object()

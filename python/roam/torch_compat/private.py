@@ -994,6 +994,15 @@ def finished_work() -> Any:
     return torch._C._distributed_c10d.FakeWork().boxed()
 
 
+def unboxed(argument: torch.ScriptObject) -> Any:
+    """The process group or the reduction that an operator is given as an object of C++; the object
+    itself if it is another one.
+    """
+    kind = getattr(torch.distributed, argument._type().name(), None)  # type: ignore[attr-defined]
+    unbox = getattr(kind, "unbox", None)
+    return argument if unbox is None else unbox(argument)
+
+
 def rebuild_buckets(reducer: Any) -> bool:
     """Has a reducer lay out its buckets by the order in which the first backward pass has made
     gradients, if that is due. Whether it was.
@@ -1751,6 +1760,7 @@ __all__ = [
     "tensor_uses",
     "to_device",
     "tracing_context",
+    "unboxed",
     "unseen_calls",
     "version_kept",
     "version_of",

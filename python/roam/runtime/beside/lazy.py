@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from roam.errors import ExecutionError, PlanError
+from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Call, Ref, TensorMeta, refs, substitute
 from roam.program.operators import is_foreign
@@ -279,6 +279,11 @@ class Lazy(Recorder):
         finally:
             if self.stopped is None:
                 self.now()
+
+    def unsettled(self, failed: CaptureError) -> None:
+        """As for all recordings; what has been issued runs."""
+        super().unsettled(failed)
+        self.now()
 
     def now(self) -> None:
         """From here on operators run where they stand."""

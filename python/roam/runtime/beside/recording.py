@@ -215,6 +215,10 @@ class Recorder(HiddenMode):
         """Python is about to do what cannot be followed."""
         self.fail(what, code, is_unseen=code != "refused_operator")
 
+    def unsettled(self, failed: CaptureError) -> None:
+        """Nothing of this call is to be repeated; a later one may be."""
+        self.recording.failed = self.recording.failed or failed
+
     def switching(self) -> None:
         """How kernels compute is about to be changed."""
 
@@ -417,13 +421,6 @@ def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureEr
         'eager PyTorch; pass python="idle" to roam.compile, and see what the step is refused for then',
         code="hidden_branch", operator=str(func), source=source,
     )  # fmt: skip
-
-
-def drawn_state() -> bytes:
-    """The state of the CPU's random generator. It is no tensor, which would count as the step's
-    memory.
-    """
-    return torch.default_generator.get_state().numpy().tobytes()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref
 from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
 from roam.runtime.beside.recording import Entry, Given, Made, Recording
-from roam.torch_compat.private import schema_of
+from roam.torch_compat.private import schema_of, unboxed
 from roam.tracing.recording.kernel_facts import facts_of
 
 aten = torch.ops.aten
@@ -240,6 +240,8 @@ def is_same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, torch.ScriptObject):
+        return is_same(unboxed(one), unboxed(other))
     return repr(one) == repr(other) if type(one) is float else bool(one == other)
 
 

@@ -16,13 +16,15 @@ from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.kernels.table import is_proven
 from roam.memory_limit import MemoryLimit
 from roam.own_code import is_own_file
+from roam.program.replay import cpu_state
 from roam.runtime.available import known_limit
 from roam.runtime.beside.lazy import Lazy
 from roam.runtime.beside.looks import failures_seen, looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
-from roam.runtime.beside.recording import Recorder, Recording, drawn_state, is_plain
+from roam.runtime.beside.ranks import reducing
+from roam.runtime.beside.recording import Recorder, Recording, is_plain
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger, replans
@@ -49,6 +51,7 @@ PYTHONS_OWN = frozenset((
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity", "optimizer",
     "optimizer_form", "nested_state", "generator_state", "rate", "argument_gradient",
+    "collective", "collective_branch",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _HOST_S = 20e-6
@@ -258,13 +261,14 @@ class Beside:
             if self._is_lazy
             else Recorder(frames, stops=stops)
         )
-        drawn = drawn_state()
+        drawn = cpu_state()
         try:
             with ExitStack() as watching:
                 watching.enter_context(_generators_watched(recorder))
                 watching.enter_context(looking(recorder))
                 if isinstance(recorder, Lazy):
                     watching.enter_context(failures_seen(recorder))
+                watching.enter_context(reducing(recorder))
                 watching.enter_context(recorder)
                 result = self._function(*args, **kwargs)
             recorder.finish()
@@ -293,6 +297,8 @@ class Beside:
             self._left = recorder.left()
         if recording.failed is None:
             self._learn(recording, calls, recorder.planned)
+        elif recording.failed.settles:
+            logger.info("%s runs as it is: %s", self._name, recording.failed)
         elif not self.plans:
             self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
@@ -476,12 +482,15 @@ class Beside:
                     with (
                         looking(matched),
                         failures_seen(matched) if is_first else nullcontext(),
+                        reducing(matched),
                         matched,
                     ):
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
-                    if error in (matched.failure, matched.lazy and matched.lazy.failure):
+                    if error is matched.failure or (
+                        matched.lazy is not None and error is matched.lazy.failure
+                    ):
                         raise
                     matched.raised(error)
                     _refuse_unread(error)
