@@ -66,7 +66,7 @@ MEANINGS: Final[dict[str, dict[str, str]]] = {
         "no_fake_kernel": "A custom operator's fake kernel is missing or fails. Use `torch.library.register_fake`.",
         "no_first_step": 'With `step="first"`, the optimizer has its state already or never has any. Use `step="steady"`.',
         "no_repeated_blocks": 'With `kernels="inductor"`, no [repeated blocks](../how-to/compiled-blocks.md#let-roam-choose-the-blocks) can be compiled. Leave it out.',
-        "optimizer": "This optimizer's step cannot be captured, or not by `roam.parallelize`. Use another.",
+        "optimizer": "This optimizer's step cannot be captured (LBFGS runs [beside a plan](../explanation/beside.md)), or not by `roam.parallelize`. Use another.",
         "optimizer_state": "Optimizer state is neither tensor nor number, belongs to no parameter, or is replaced by a value not calculated from the old. Keep tensors and numbers under keys of their own.",
         "outer_history": "A backward pass goes on into a history from before the step, or a tensor from before would keep one. Detach it at the named line, or calculate it in the step.",
         "owner_removed": "Deletes what held a tensor. Assign another value.",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from roam.runtime.beside.placeholders import is_possible
 from roam_bench import scripts
 from roam_bench.outcomes import EXIT_DIFFERENT
 from roam_bench.run import run
@@ -58,6 +59,25 @@ def test_equal() -> None:
 def test_refused_with_the_code() -> None:
     row = child.outcome(make(deciding))
     assert (row["outcome"], row["code"]) == ("refused", "value_reached_python")
+
+
+@pytest.mark.auto
+@pytest.mark.skipif(not is_possible(), reason="it needs PyTorch 2.15")
+def test_equal_beside_no_plan_where_no_two_calls_are_alike() -> None:
+    def body(wrap: Any) -> Any:
+        calls: list[int] = []
+
+        def more(loss: Any) -> Any:
+            calls.append(1)
+            for _ in calls:
+                loss = loss * (1.5 if loss.item() else 1.0)
+            return loss
+
+        return make(more)(wrap)
+
+    row = child.outcome(body)
+    assert (row["outcome"], row["plans"]) == ("equal", 0), row
+    assert "no two calls" in row["reason"]
 
 
 def test_broken_where_eager_fails_too() -> None:

@@ -248,6 +248,38 @@ def test_what_no_segment_keeps_is_made_again_with_the_same_bits(
     assert tight
 
 
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy]
+)
+def test_a_kernel_that_takes_more_than_it_fills_waits_with_as_much(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    left = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        fixed = torch.nn.Linear(8, 8).requires_grad_(False)
+        norm, last = torch.nn.LayerNorm(8).requires_grad_(False), torch.nn.Linear(8, 8)
+        norm.bias.requires_grad_(True)  # the gradient of it alone, where the network begins
+        log: list[float] = []
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            found = loss(last(norm(fixed(x))).sigmoid(), y)  # noqa: B023
+            log.append(found.item())  # noqa: B023
+            found.backward()
+            with torch.no_grad():
+                for parameter in (norm.bias, last.weight):  # noqa: B023
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            return found.detach()
+
+        run = roam.compile(step, python="beside", memory="1MiB") if compiled else step
+        for size in (16, 16, 32, 16):
+            run(torch.rand(size, 8), torch.rand(size, 8))
+        left.append((log, norm.bias.detach(), last.weight.detach()))
+    assert left[0][0] == left[1][0]
+    assert all(map(same_bits, left[0][1:], left[1][1:]))
+
+
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize("changes", ["dtype", "kernels"])
 def test_what_is_computed_by_other_kernels_is_kept(changes: str) -> None:

@@ -324,17 +324,26 @@ def test_what_reads_memory_by_itself_is_refused() -> None:
     assert caught.value.code == "unread"
 
 
-def test_what_reads_memory_by_itself_is_refused_where_its_error_is_caught() -> None:
-    def step(x: torch.Tensor) -> Any:
-        total = x.sum()
-        try:
-            return torch.FloatTensor([total, 1.0])
-        except RuntimeError:
-            return torch.zeros(2)
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_reads_memory_by_itself_is_refused_where_its_error_is_caught(
+    goes_on: bool, memory: str | None
+) -> None:
+    weight, read = torch.ones(64, 64), []
 
-    compiled = roam.compile(step, python="beside")
+    def step(x: torch.Tensor) -> Any:
+        total = (x @ weight).sum()
+        try:
+            read.append(torch.FloatTensor([total, 1.0]))
+        except Exception:  # noqa: BLE001 - as careless code does
+            read.append(torch.zeros(2))
+        if goes_on:
+            weight.mul_(0.5)
+        return total
+
+    compiled = roam.compile(step, python="beside", memory=memory)
     with pytest.raises(roam.ExecutionError) as caught:
-        [compiled(torch.ones(4, 6)) for _ in range(CALLS)]
+        [compiled(torch.ones(32, 64)) for _ in range(CALLS)]
     assert caught.value.code == "unread"
 
 

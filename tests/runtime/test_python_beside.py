@@ -531,6 +531,36 @@ def an_argument_that_is_none_once() -> tuple[State, Step]:
     return s, step
 
 
+@kind
+def line_searches() -> tuple[State, Step]:
+    s = State(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        def closure() -> torch.Tensor:
+            s.count += 1
+            loss = s.loss(x, y)
+            loss.backward()
+            return loss
+
+        s.log.append(s.optimizer.step(closure).item())
+        return s.count
+
+    return s, step
+
+
+@kind
+def seeds_asked_for() -> tuple[State, Step]:
+    s = State()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        s.count += 1
+        torch.manual_seed(len(s.log) + s.count)
+        s.log.append(torch.initial_seed())
+        return s.update(s.loss(x, y))
+
+    return s, step
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
@@ -583,7 +613,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
-NOT_BY_PLAN = {"shapes_of_values", "early_stopping", "a_gradient_that_is_kept_as_an_array"}
+NOT_BY_PLAN = {
+    "shapes_of_values", "early_stopping", "a_gradient_that_is_kept_as_an_array", "line_searches",
+}  # fmt: skip
 """Steps that go another way in most calls."""
 
 
@@ -679,7 +711,10 @@ def test_auto_runs_beside_what_idle_refuses(caplog: Any) -> None:
     assert "random generator was drawn from" in told
 
 
-@pytest.mark.parametrize("name", ["histories_of_earlier_calls", "exchanged_parameters"])
+@pytest.mark.parametrize(
+    "name",
+    ["histories_of_earlier_calls", "exchanged_parameters", "line_searches", "seeds_asked_for"],
+)
 def test_auto_runs_beside_what_only_python_does(name: str) -> None:
     expected, _ = ran(name)
     found, compiled = ran(name, python="auto")
@@ -894,3 +929,18 @@ def test_a_barrier_that_brings_what_no_kernel_uses_stays() -> None:
     compiled = roam.compile(step, python="beside")
     x = torch.ones(4, 8)
     assert [compiled(x) for _ in range(5)] == [step(x)] * 5
+
+
+def test_a_barrier_stays_that_brings_what_python_alone_looks_at() -> None:
+    weight = torch.randn(8, 4, requires_grad=True)
+    y = torch.arange(64) % 4
+
+    def step(x: torch.Tensor) -> list[int]:
+        logits = x @ weight
+        torch.autograd.grad(F.cross_entropy(logits, y), weight)  # of which two kernels become one
+        return logits.argmax(1).ne(y).nonzero().flatten().tolist()  # type: ignore[no-any-return]
+
+    compiled = roam.compile(step, python="beside")
+    x = torch.randn(64, 8)
+    assert [compiled(x) for _ in range(5)] == [step(x)] * 5
+    assert compiled.memory().total_bytes > 0

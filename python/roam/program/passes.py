@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from roam.distributed.collectives import is_collective
+from roam.program.barrier import is_barrier
 from roam.program.effects import PutLast, Rebind, rebound
 from roam.program.ir import (
     Call,
@@ -103,6 +104,7 @@ def prune(program: Program) -> Program:
             or call.is_check
             or index in raising
             or is_collective(call.target)  # other processes wait for it
+            or is_barrier(call.target)  # Python waits for it, whatever it brings
             or not call.outputs
             or any(program.storage_of(slot) in matters for slot in call.mutates)
         )

@@ -71,6 +71,7 @@ from roam.torch_compat.private import (
     version_of,
 )
 from roam.tracing.fake_kernels.cache import FakeKernels, Remembered
+from roam.tracing.fake_kernels.meta_corrections import bytes_at_least, without_masked
 from roam.tracing.fake_kernels.tensors import Maker
 from roam.tracing.fakes.fake_mode import new_mode, quiet_fakes
 from roam.tracing.recording.kernel_facts import facts_of
@@ -502,9 +503,10 @@ class Lazy(Recorder):
             substitute(value, lambda ref: self._fakes[ref.slot])
             for value in (entry.args, entry.kwargs)
         )
+        given = [*tensors_in(args), *tensors_in(kwargs.values())]
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def real(one: Any) -> Any:
+        def real(position: int, one: Any) -> Any:
             if not isinstance(one, torch.Tensor):
                 return one
             path = path_to(one, fake_args, fake_kwargs)
@@ -517,11 +519,15 @@ class Lazy(Recorder):
             known = storages.get(storage_pointer(storage))
             if known is not None:
                 return tensor_in(known, meta)
-            made, storages[storage_pointer(storage)] = placeholder(meta, storage.nbytes())
+            size_bytes = max(storage.nbytes(), bytes_at_least(entry.func, given, position, one))
+            made, storages[storage_pointer(storage)] = placeholder(meta, size_bytes)
             return made
 
         with self._kernels_run():
-            made = [real(one) for one in _flat(fakes)]
+            flat = _flat(fakes)
+            if facts_of(entry.func).is_masked:
+                flat = without_masked(entry.func, args, kwargs, flat)
+            made = [real(position, one) for position, one in enumerate(flat)]
         return type(fakes)(made) if isinstance(fakes, (tuple, list)) else made[0]
 
     def _wait_with(self, slot: int, tensor: torch.Tensor, is_written: bool) -> None:
@@ -612,6 +618,10 @@ class Lazy(Recorder):
     def raised(self, error: BaseException) -> None:
         """The step's own code has raised: as in eager PyTorch, what came before runs."""
         self.advance(is_end=True)
+
+    def unread(self) -> None:
+        """A read of memory that no kernel has written to yet has failed in the step's own code."""
+        self.failure = self.failure or ExecutionError(UNREAD, code="unread")
 
     def finish(self) -> None:
         """The function has returned: runs the rest.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
 
-from roam.runtime.beside.placeholders import note_known
+from roam.own_code import is_own_file
+from roam.runtime.beside.placeholders import is_unread, note_known
 from roam.runtime.beside.recording import tensors_in
 from roam.state.code_guards import TOLD_BY
 from roam.torch_compat.patches import KERNEL_SWITCHES, Listed, Replacement, replaced
@@ -77,6 +80,9 @@ class Looked(Protocol):
 
     def aliased(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """`x.data` has been asked for."""
+
+    def unread(self) -> None:
+        """A read of memory that no kernel has written to yet has failed in the step's own code."""
 
 
 def _chooses(variable: Any) -> bool:
@@ -323,3 +329,28 @@ def looking(one: Any) -> Iterator[None]:
             yield
     finally:
         _kept[:] = [kept]
+
+
+@contextmanager
+def failures_seen(one: Looked) -> Iterator[None]:
+    """In the block, reads that fail since no kernel has written there yet are told of, whoever
+    catches the error. Each call of a function takes time for that; nothing is seen where a debugger
+    or the like traces this thread.
+    """
+    if sys.gettrace() is not None:
+        yield
+        return
+
+    def see(frame: FrameType, event: str, arg: Any) -> Any:
+        if is_own_file(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = False
+        if event == "exception" and not one.is_busy and is_unread(arg[1]):
+            one.unread()
+        return see
+
+    sys.settrace(see)
+    try:
+        yield
+    finally:
+        sys.settrace(None)

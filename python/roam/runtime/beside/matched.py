@@ -624,6 +624,14 @@ class Matched(HiddenMode):
         if not storage_of(tensor).resizable():
             note_sharing(tensor, alias)
 
+    def unread(self) -> None:
+        """A read of memory that no kernel has written to yet has failed in the step's own code."""
+        if self.lazy is not None:
+            self.lazy.unread()
+        elif self.failure is None:
+            self.left = self.left or "it reads a tensor unseen"
+            self.failure = ExecutionError(UNREAD, code="unread")
+
     def finish(self) -> None:
         """The function has returned: runs the rest by the plan."""
         if self.failure is not None:  # which the step's own code has caught

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -19,7 +19,7 @@ from roam.own_code import is_own_file
 from roam.program.replay import cpu_state
 from roam.runtime.available import known_limit
 from roam.runtime.beside.lazy import Lazy
-from roam.runtime.beside.looks import looking
+from roam.runtime.beside.looks import failures_seen, looking
 from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
@@ -49,7 +49,8 @@ PYTHONS_OWN = frozenset((
     "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
-    "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity",
+    "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity", "optimizer",
+    "optimizer_form", "nested_state", "generator_state", "rate", "argument_gradient",
     "collective", "collective_branch",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
@@ -262,7 +263,13 @@ class Beside:
         )
         drawn = cpu_state()
         try:
-            with _generators_watched(recorder), looking(recorder), reducing(recorder), recorder:
+            with ExitStack() as watching:
+                watching.enter_context(_generators_watched(recorder))
+                watching.enter_context(looking(recorder))
+                if isinstance(recorder, Lazy):
+                    watching.enter_context(failures_seen(recorder))
+                watching.enter_context(reducing(recorder))
+                watching.enter_context(recorder)
                 result = self._function(*args, **kwargs)
             recorder.finish()
         except Exception as error:
@@ -470,8 +477,14 @@ class Beside:
                 enter(planned)
                 matched = Matched(planned, others, enter, lazy if self._is_lazy else None)
                 matched.may_leave = self._on_change != "raise"
+                is_first = not all(way.has_run for way in calls.ways if way.planned is not None)
                 try:
-                    with looking(matched), reducing(matched), matched:
+                    with (
+                        looking(matched),
+                        failures_seen(matched) if is_first else nullcontext(),
+                        reducing(matched),
+                        matched,
+                    ):
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from roam.kernels.recurrent import ASKED, asked
-from roam.program.ir import Call
 from roam.program.operators import ATTENTION
 from roam.torch_compat.private import (
     FakeTensor,
@@ -225,11 +224,11 @@ def _in_format(fake: Any, memory_format: torch.memory_format) -> Any:
     return fake if fake.stride() == like.stride() else like
 
 
-def without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
+def without_masked(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
     """The results that an `output_mask` asks for; fake kernels make the others too, real ones need
     not.
     """
-    for position, argument in enumerate(schema_of(call.target).arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "output_mask":
             mask = args[position] if position < len(args) else kwargs.get("output_mask")
             if mask is not None and len(mask) == len(results):
@@ -239,7 +238,7 @@ def without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
     return results
 
 
-def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> Any:
+def bytes_at_least(func: Any, tensors: Sequence[Any], position: int, result: Any) -> Any:
     """Bytes of the storage of a result for which a kernel takes more than it then fills; 0 for any
     other.
     """

@@ -314,7 +314,7 @@ class Recorder(Values, TorchDispatchMode):
             call.mutates = self._mutated(func, args, kwargs, call)
         call.is_check = facts.is_check
         self._record(
-            call, without_masked(call, args, kwargs, result) if facts.is_masked else result, tensors
+            call, without_masked(func, args, kwargs, result) if facts.is_masked else result, tensors
         )
         if value is None:
             return result
