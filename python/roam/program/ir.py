@@ -344,8 +344,6 @@ class Result:
         joined: by the place of a leaf, the distributed tensor that it becomes.
         growing: (path, list) of lists of the step's state to which it adds, in the order of
             `Left.added`.
-        messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
-            any, it is the last of `Left.added`.
     """
 
     leaves: list[Any] = field(default_factory=list)
@@ -353,7 +351,6 @@ class Result:
     histories: list[History] = field(default_factory=list)
     joined: dict[int, Joined] = field(default_factory=dict)
     growing: list[tuple[str, Any]] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
 
 
 E = TypeVar("E", bound="Effect")

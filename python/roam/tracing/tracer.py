@@ -24,7 +24,6 @@ from roam.state.arguments import Taken, Taker
 from roam.state.changed_arguments import Arguments, Containers, Left
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
-from roam.state.messages import OUTLET, PATH, outline
 from roam.state.nests import joined, with_dicts_opened
 from roam.state.policies import Policy, Retrace
 from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
@@ -173,23 +172,15 @@ def trace(
             try:
                 with fake_state.growing.watched():
                     result = _run(step, args, kwargs)
-            except CaptureError as error:
+            except CaptureError:
                 fake_state.regions.check_failure()
-                recorder.messages.check(error)
                 raise
-            recorder.messages.check()
-            fake_state.reliance.levels |= recorder.messages.levels
-            recorder.messages.check_clock(fake_state.reach.code, fake_state.reach.cells)
             reductions.check()
         fake_state.check_results()
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
         left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
-        made = recorder.program.result
-        made.growing = fake_state.growing.lists()
-        if recorder.messages.all:
-            made.growing.append((PATH, OUTLET))
-            made.messages = list(map(outline, recorder.messages.all))
+        recorder.program.result.growing = fake_state.growing.lists()
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.end_histories(before.placed)
@@ -255,10 +246,7 @@ def _left(
     which are then as before.
     """
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        added = fake_state.growing.added()
-        if messages := recorder.messages.all:
-            added.append(messages)
-        left = containers.left(result, added)
+        left = containers.left(result, fake_state.growing.added())
         taken = fake_state.taker.take(*arguments)
     is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
     if left is None or not is_restored or (left.changes and fake_state.taker.opened):

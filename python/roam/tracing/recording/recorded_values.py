@@ -46,7 +46,6 @@ from roam.tracing.numbers.scalar_guards import (
     may_be_fixed,
     may_decide,
 )
-from roam.tracing.printing.messages import Messages
 from roam.tracing.recording.custom_ops import hands_on, is_mark
 from roam.tracing.recording.recorded_slots import UNKNOWN, Places, Slots
 from roam.tracing.source_location import is_run_by
@@ -87,7 +86,6 @@ class Values(Slots):
     ) -> None:
         super().__init__(frames, real_arguments, kernels, watch, results)
         self.is_over = False
-        self.messages = Messages(self)
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
@@ -106,7 +104,6 @@ class Values(Slots):
     def close(self) -> None:
         super().close()
         self.is_over = True
-        self.messages.close()
         self._calculated.clear()  # live numbers, which know the recorder
 
     # -- numbers
@@ -167,10 +164,6 @@ class Values(Slots):
     def unknown(self, origin: str) -> Any:
         """A number that cannot be known during the step; any use of it is refused."""
         return LiveNode(cast(TraceContext, self), UNKNOWN, False, origin).number()
-
-    def text(self, number: Any, asks: str, form: str = "") -> str | None:
-        """A mark in the place of a number's text, if only a message shows the text; None if not."""
-        return self.messages.text(number, asks, form)
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
