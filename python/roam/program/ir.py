@@ -335,15 +335,15 @@ class Joined:
 
 @dataclass(slots=True)
 class Result:
-    """What a step returns, does to its arguments' containers, and adds to lists of its state.
+    """What a step returns, and adds to lists of its state.
 
     Attributes:
         leaves: each a Ref or a plain constant.
-        spec: the structure in which they are, of a `Left`.
+        spec: the structure in which they are: of the pair of the step's result, and of what it has
+            added to each list.
         histories: per leaf, how autograd sees it.
         joined: by the place of a leaf, the distributed tensor that it becomes.
-        growing: (path, list) of lists of the step's state to which it adds, in the order of
-            `Left.added`.
+        growing: (path, list) of lists of the step's state to which it adds.
     """
 
     leaves: list[Any] = field(default_factory=list)

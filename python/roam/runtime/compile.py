@@ -956,7 +956,6 @@ class Step:
                 choice,
                 options if place == 0 else replace(options, cuda_graph=False),  # it runs once
                 taker=step.arguments.taker,
-                is_state=step.guards.holds,
                 guards=guards,
                 sizes=step.arguments.sizes,
             )

@@ -302,21 +302,6 @@ class Guards:
         """The place of an object or container among all guarded ones, in a fixed order, or -1."""
         return self._object_places.get(id(value), -1)
 
-    def holds(self, container: object) -> bool:
-        """Whether a list or dictionary is part of the state, whether it is guarded or live."""
-        live = (
-            part
-            for optimizer in self._optimizers
-            for part in (
-                optimizer.param_groups,
-                *optimizer.param_groups,
-                *(group["params"] for group in optimizer.param_groups),
-                optimizer.state,
-                *optimizer.state.values(),
-            )
-        )
-        return self.object_place_of(container) >= 0 or any(part is container for part in live)
-
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor among all guarded ones, in a fixed order, or -1."""
         tensors = [

@@ -24,7 +24,6 @@ from roam.program.effects import (
     SetPlain,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.changed_arguments import Left
 from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
@@ -194,7 +193,11 @@ class Before:
 
 
 def record_endings(
-    fake_state: FakeState, recorder: Recorder, before: Before, arguments: Any, left: Left
+    fake_state: FakeState,
+    recorder: Recorder,
+    before: Before,
+    arguments: Any,
+    left: tuple[Any, list[list[Any]]],
 ) -> None:
     """Records in the program what a step that has been traced leaves.
 
@@ -203,7 +206,7 @@ def record_endings(
         recorder: of the step's operators.
         before: what was there before the step.
         arguments: of the step, with fakes.
-        left: what it returns, and has done to its arguments.
+        left: what it returns, and what it has added to each of the lists that grow.
 
     Raises:
         CaptureError: a plan could not leave the same.
@@ -301,11 +304,8 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
 
 
 def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: Any) -> None:
-    """What the step returns, and has put among its arguments: tensors and live numbers by slot,
-    plain values as they are.
-
-    Args:
-        arguments: whose lists and dictionaries hold again what they did before the step.
+    """What the step returns, and adds to lists: tensors and live numbers by slot, plain values as
+    they are.
     """
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
     known = known_objects(fake_state)
@@ -315,8 +315,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     lost = lost_attribute(result)
     if lost is not None:
         raise CaptureError(
-            f"the step returns a {type(lost.container).__name__}, or puts it in a list or dictionary among its arguments, that has "
-            f"{lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
+            f"the step returns a {type(lost.container).__name__}, or adds it to a list, that has {lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
             "(dict(x) has the entries)",
             code="container_attribute",
         )
@@ -374,8 +373,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(leaf)
         else:
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__}, or puts it in a list or dictionary among its arguments; it may "
-                "return tensors, numbers, the containers that torch.utils._pytree knows, and objects that it makes of these",
+                f"the step returns a {type(leaf).__name__}, or adds it to a list; it may return tensors, numbers, the containers that torch.utils._pytree knows, and objects that it makes of these",
                 code="result",
             )
         histories.append(history)

@@ -21,7 +21,6 @@ from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken, Taker
-from roam.state.changed_arguments import Arguments, Containers, Left
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
 from roam.state.nests import joined, with_dicts_opened
@@ -167,7 +166,6 @@ def trace(
             if fake_state.reach.has_reporters:
                 stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
-            containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
             try:
                 with fake_state.growing.watched():
@@ -179,8 +177,9 @@ def trace(
         fake_state.check_results()
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
-        left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
+        _check_arguments(fake_state, given, args, kwargs)
         recorder.program.result.growing = fake_state.growing.lists()
+        left = result, fake_state.growing.added()
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.end_histories(before.placed)
@@ -234,38 +233,27 @@ def _in_one_thread(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
         raise refusal
 
 
-def _left(
-    fake_state: FakeState,
-    recorder: Recorder,
-    containers: Containers,
-    given: Taken,
-    arguments: Arguments,
-    result: Any,
-) -> Left:
-    """What the step returns, and what it has done to lists and dictionaries among its arguments,
-    which are then as before.
-    """
+def _check_arguments(
+    fake_state: FakeState, given: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses a step that changes a container among its arguments."""
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        left = containers.left(result, fake_state.growing.added())
-        taken = fake_state.taker.take(*arguments)
-    is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
-    if left is None or not is_restored or (left.changes and fake_state.taker.opened):
+        taken = fake_state.taker.take(args, kwargs)
+    if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
         raise _closing(fake_state.taker)
-    return left
 
 
 def _closing(taker: Taker) -> Exception:
-    """What to raise where a step changes a container among its arguments in a way that
-    `changed_arguments` does not record, or an object that has been taken apart, or such an object
-    holds a container that is an argument too: a trace with whole objects, if any is taken apart.
+    """What to raise where a step changes a container among its arguments, or an object that has
+    been taken apart, or such an object holds a container that is an argument too: a trace with
+    whole objects, if any is taken apart.
     """
     if taker.opened:
         return Retrace({Policy.FIXED: taker.opened})
     return CaptureError(
-        "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
-        "dictionary there a key that is not made of plain values; let it work on a copy",
+        "the step changes a container among its arguments, as batch.pop(key) does; let it work on a copy, as in dict(batch)",
         code="moved",
-    )  # fmt: skip
+    )
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
