@@ -24,7 +24,7 @@ from roam.program.effects import (
     SetPlain,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
+from roam.state.containers import ArraySpace, FrozenSpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
 from roam.state.nests import (
@@ -47,7 +47,6 @@ from roam.state.references import (
     is_filled,
     optimizer_references,
 )
-from roam.state.spaces import Items
 from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.private import (
     FakeTensor,
@@ -148,7 +147,6 @@ class Before:
         placed: what each place holds, by the identity of its reference.
         elsewhere: optimizers' state that belongs to no parameter.
         rates: numbers of optimizers' groups, in the order of their references.
-        renewed: lists and dictionaries that the step replaces.
         originals: the tensors, as autograd and Python see them.
         received: the arguments that are tensors.
     """
@@ -161,7 +159,6 @@ class Before:
     placed: dict[int, Any]
     elsewhere: tuple[Any, ...]
     rates: list[Any]
-    renewed: list[tuple[RenewedSpace, Any, Items]]
     originals: list[Original] = field(default_factory=list)
     received: Received = field(default_factory=list)
 
@@ -184,11 +181,6 @@ class Before:
             placed={id(reference): reference.get() for reference in fake_state.places},
             elsewhere=fake_state.state_elsewhere(),
             rates=[reference.get() for reference in fake_state.rates],
-            renewed=[
-                (space, space.now(), space.items())
-                for space in fake_state.tuples()
-                if isinstance(space, RenewedSpace)
-            ],
         )
 
 
@@ -217,7 +209,6 @@ def record_endings(
         if isinstance(reference, PlaceReference) and reference.get() is MISSING:
             raise _removed(reference)
     _check_tuples(fake_state, (arguments, left))
-    _check_renewed(before.renewed)
     _check_elsewhere(before.elsewhere, fake_state.state_elsewhere())
     recorder.finish()
     fake_state.regions.check()
@@ -226,7 +217,7 @@ def record_endings(
         _results(fake_state, recorder, left, arguments)
     _check_literals(fake_state, recorder)
     _keep_lists(before.plain)
-    _endings(fake_state, recorder, before.tensors, before.renewed)
+    _endings(fake_state, recorder, before.tensors)
     _argument_endings(recorder, before.received)
     _original_endings(fake_state, recorder, before.originals)
     _tied_endings(recorder, before.tensors, before.tied)
@@ -404,18 +395,14 @@ def _endings(
     fake_state: FakeState,
     recorder: Recorder,
     before: list[tuple[StateReference, Any]],
-    renewed: list[tuple[RenewedSpace, Any, Items]],
 ) -> None:
-    """Records what each reference holds after the step, if that is another tensor than before, or
-    the same tensor in another list or dictionary.
-    """
+    """Records what each reference holds after the step, if that is another tensor than before."""
     program = recorder.program
     program.effects += [
         MarkStepped(optimizer) for optimizer in fake_state.optimizers if was_step_called(optimizer)
     ]
     held = {reference.path: tensor for reference, tensor in before}
     now = {reference.path: reference for reference in fake_state.references()}
-    others = [space for space, container, _ in renewed if space.now() is not container]
     for reference, tensor in before:
         for part in _parts(tensor):
             recorder.leaving(part, reference.path)
@@ -427,8 +414,6 @@ def _endings(
     for path, reference in now.items():
         tensor = reference.get()
         if held.get(path) is tensor:
-            if isinstance(reference, PlaceReference) and reference.space in others:
-                _rebind(recorder, reference, tensor)
             continue
         _check_replaceable(recorder, reference, tensor)
         _rebind(recorder, reference, tensor)
@@ -497,23 +482,6 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
                 code="moved",
             )
         held.add(id(space.now()))
-
-
-def _check_renewed(before: list[tuple[RenewedSpace, Any, Items]]) -> None:
-    """Refuses a step that changes one of the lists and dictionaries that it replaces at other
-    times.
-    """
-    for space, held, items in before:
-        now = entries_of(held)
-        if len(now) != len(items) or not all(
-            key is old_key and value is old
-            for (key, value), (old_key, old) in zip(now, items, strict=True)
-        ):
-            raise CaptureError(
-                f"the step changes the {space.kind} at {space.path}, and in this or another call "
-                "puts another one in its place; let it do only one of these",
-                code="moved",
-            )
 
 
 def _tied_endings(
@@ -758,9 +726,7 @@ def known_objects(fake_state: FakeState) -> set[int]:
 
 def _known(fake_state: FakeState) -> set[int]:
     """Identities of the containers that the step reaches."""
-    places = (place.space for place in fake_state.reach.places)
-    renewed = (space for space in fake_state.tuples() if isinstance(space, RenewedSpace))
-    return {id(space.holder) for space in places} | {id(space.now()) for space in renewed}
+    return {id(place.space.holder) for place in fake_state.reach.places}
 
 
 def _containers(value: Any, *, opens: bool = False) -> Iterator[Any]:
