@@ -7,6 +7,7 @@ from __future__ import annotations
 import builtins
 import functools
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from roam.own_code import is_own_file
 from roam.program.ir import Source
 from roam.state.library_code import is_installed, is_library_code, reports
 from roam.torch_compat.patches import Replacement
@@ -22,6 +22,7 @@ from roam.torch_compat.private import dispatch_modes
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import calls_seen, is_standard, is_written_by_user, shown_path
 
+_STAND_INS: Final = os.path.dirname(__file__) + os.sep
 _REMEDY: Final = (
     "a plan's run would not do again; do this outside of the step, with what the step returns"
 )
@@ -41,12 +42,12 @@ def report_stand_ins(
             levels.add((logger, level))
         return plain(logger, level)
 
-    yield builtins, "print", _refused(recorder, "prints", print, is_written_by_user)
+    yield builtins, "print", _of_others(recorder, "prints", print, is_written_by_user)
     for name in ("_log", "handle"):
         yield (
             logging.Logger,
             name,
-            _refused(recorder, "logs", getattr(logging.Logger, name), _is_users),
+            _of_others(recorder, "logs", getattr(logging.Logger, name), _is_users),
         )
     yield logging.Logger, "isEnabledFor", functools.partial(enabled, logging.Logger.isEnabledFor)
 
@@ -58,10 +59,10 @@ def stream_stand_ins(recorder: Recorder) -> Iterator[Replacement]:
     for stream in {id(stream): stream for stream in (sys.stdout, sys.stderr)}.values():
         if hasattr(stream, "__dict__") and hasattr(stream, "write"):
             what = "writes to sys.stdout or sys.stderr"
-            yield stream, "write", _refused(recorder, what, stream.write, _is_users)
+            yield stream, "write", _of_others(recorder, what, stream.write, _is_users)
 
 
-def _refused(
+def _of_others(
     recorder: Recorder, what: str, plain: Callable[..., Any], is_refused: Callable[[CodeType], bool]
 ) -> Callable[..., Any]:
     """A function that is refused where such code calls it."""
@@ -78,8 +79,8 @@ def _calls(is_such: Callable[[CodeType], bool]) -> bool:
     """Whether such code calls what runs now, maybe by way of the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
-        is_own_file(frame.f_code.co_filename)
-        or (is_standard(frame.f_code.co_filename) and frame.f_code.co_filename != warnings.__file__)
+        (file := frame.f_code.co_filename).startswith(_STAND_INS)
+        or (is_standard(file) and file != warnings.__file__)
     ):
         frame = frame.f_back
     return frame is not None and is_such(frame.f_code)
