@@ -82,7 +82,7 @@ def skips(rank: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def schedules(rank: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    rates: list[float] = []
+    rates: list[Any] = []
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = updated(net, optimizer, x, y)
@@ -132,7 +132,8 @@ def trains(
     rank: int, world: int, habit: Habit, options: dict[str, Any], ddp: dict[str, Any]
 ) -> tuple[bool, bool]:
     """Whether eight calls do what eager ones do; whether Python ran beside a plan."""
-    runs, shown, step = list[Any](), list[str](), Any
+    runs, shown = list[Any](), list[str]()
+    step: Any = None
     for wrap in (lambda step: step, lambda step: roam.compile(step, **options)):
         torch.manual_seed(0)
         layers = [nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1)]
@@ -165,7 +166,7 @@ def test_habits_run_beside_plans(ranks: Ranks, habit: Habit) -> None:
     assert found[1:] == [(True, not one)] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "100%"}])
+@pytest.mark.parametrize("options", [{}, {"memory": "2MiB"}])
 @pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}])
 def test_ranks_whose_python_runs_at_every_call(
     ranks: Ranks, options: dict[str, Any], ddp: dict[str, Any]
@@ -188,3 +189,44 @@ def refused(rank: int, world: int) -> str:
 
 def test_options_of_modules_that_plans_do_not_support(ranks: Ranks) -> None:
     assert ranks.run(refused) == ["ddp_option"] * 3
+
+
+def sends(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    before = y * 2  # of what is there before it is received
+    if dist.get_rank() == 0:
+        for other in range(1, dist.get_world_size()):
+            dist.send(y, other)
+    else:
+        dist.recv(y, 0)
+    return before + y * 3
+
+
+def asks_a_handle(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    work = dist.all_reduce(y, async_op=True)
+    before = x.sin()
+    assert work is not None
+    (found,) = work.get_future().wait()
+    y.mul_(2)
+    return before + found * y
+
+
+def repeats(
+    rank: int, world: int, function: Callable[[torch.Tensor], torch.Tensor], options: dict[str, Any]
+) -> tuple[bool, bool]:
+    step = roam.compile(function, **options)
+    same = True
+    for call in range(4):
+        x = torch.full((1000,), call / 4 + rank / 7)
+        same &= torch.equal(function(x), step(x))
+    return same, step.runs_beside
+
+
+@pytest.mark.parametrize("function", [sends, asks_a_handle])
+@pytest.mark.parametrize("options", [{}, {"memory": "2MiB"}])
+def test_what_a_plan_cannot_launch_is_run_where_it_stands(
+    ranks: Ranks, function: Any, options: dict[str, Any]
+) -> None:
+    found = ranks.run(repeats, function, {"python": "auto", **options})
+    assert found == [(True, True)] * 3

@@ -995,6 +995,7 @@ def test_groups_are_compared_all_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(agreement, "resolve_group", lambda name: name)
     monkeypatch.setattr(agreement, "store_of", stores.get)
     monkeypatch.setattr(agreement, "_end_of", lambda _: "")
+    monkeypatch.setattr(agreement, "_is_beside", lambda _: False)
     monkeypatch.setattr(time, "sleep", others_come)
     agreement.begin({group: [["allreduce_", "a.py:1"]] for group in groups}, is_new=True)
     assert looks == [True]
@@ -1305,7 +1306,7 @@ def asks_a_future(rank: int, world: int, how: str) -> str:
         return work.get_future().wait() if how == "future" else (work.wait(), work.result())
 
     try:
-        roam.compile(step)(torch.ones(2))
+        roam.compile(step, python="idle")(torch.ones(2))
     except roam.CaptureError as error:
         return error.code
     return "none"

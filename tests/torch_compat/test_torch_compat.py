@@ -1137,6 +1137,14 @@ def _finishes() -> bool:
     return torch.distributed.Work.unbox(private.finished_work()).is_completed()
 
 
+def _unboxes(group: Any) -> bool:
+    reduction = torch.distributed.ReduceOp(torch.distributed.ReduceOp.SUM)
+    return (
+        private.unboxed(group.boxed()) is group
+        and private.unboxed(reduction.boxed()) == torch.distributed.ReduceOp.SUM
+    )
+
+
 def _in_group(of: Callable[[Any], bool]) -> Callable[[], bool]:
     def check() -> bool:
         torch.distributed.init_process_group(
@@ -1648,6 +1656,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "engine_will_run": _will_run,
     "OPERATORS": _overloads,
     "finished_work": _finishes,
+    "unboxed": _in_group(_unboxes),
     "flat_weights_of": _flat_weights,
     "float32_precisions": _precisions,
     "matmul_precision": _precisions,
@@ -1787,7 +1796,7 @@ NEEDED_WITH_2_15 = {
     "chunk_cat", "exchange_shard", "flat_shape", "forget_forward_passes", "set_up_shards", "shard_faults",
     "shard_groups", "shard_holders", "shard_kernel", "shard_memory", "shard_settings", "shard_states",
     "shards", "single_dimension_rules", "spec_rules", "whole_parameters",
-    "expects_backward", "finished_work", "kept_buckets",
+    "expects_backward", "finished_work", "kept_buckets", "unboxed",
 }  # fmt: skip
 """What roam uses to record compiled regions, `fully_shard`, layouts of distributed tensors, and the
 newer arguments of `DistributedDataParallel`: it does these only with PyTorch 2.15, or does less

@@ -32,8 +32,9 @@ EXACT = frozenset(
 """
 
 
-_CPU = torch.random.get_rng_state, torch.random.set_rng_state
-_CUDA = torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state
+READ = torch.random.get_rng_state, torch.cuda.random.get_rng_state
+SET = torch.random.set_rng_state, torch.cuda.random.set_rng_state
+"""The functions that read and set a device's generator, of the CPU and of CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +58,36 @@ def with_states(program: Program) -> WithStates | None:
     sources = [_source(program, call, leaving) for call in program.calls]
     if not any(sources):
         return None
-    slots, storages = list(program.slots), list(program.storages)
-    calls: list[Call] = []
+    calls, slots, storages = list(program.calls), list(program.slots), list(program.storages)
+    before: dict[int, list[Call]] = {}
     numbers: list[int] = []
-    makes: dict[int, list[int]] = {}
-    for number, storage in enumerate(program.storages):
-        makes.setdefault(storage.creator, []).append(number)
     for number, (call, source) in enumerate(zip(program.calls, sources, strict=True)):
         if source is not None:
-            slot, size_bytes = len(slots), source.size_bytes
-            cpu = torch.device("cpu")
-            slots.append(TensorMeta((size_bytes,), (1,), 0, torch.uint8, cpu, len(storages)))
-            storages.append(Storage(size_bytes, len(calls), f"state of {call.name}"))
-            calls.append(
+            slot = add_state(slots, storages, source.size_bytes, f"state of {call.name}")
+            before[number] = [
                 Call(
                     generator_state, (source.generator,), {}, (slot,), False, call.phase,
                     call.source, random=True,
                 )
-            )  # fmt: skip
+            ]  # fmt: skip
             numbers.append(-1)
-            call = replace(call, state=slot)
-        for made in makes.get(number, ()):
-            storages[made] = replace(storages[made], creator=len(calls))
-        calls.append(call)
+            calls[number] = replace(call, state=slot)
         numbers.append(number)
-    return WithStates(replace(program, calls=calls, slots=slots, storages=storages), tuple(numbers))
+    read = inserted(replace(program, calls=calls, slots=slots, storages=storages), before)
+    return WithStates(read, tuple(numbers))
 
 
-def with_calls(program: Program, before: Mapping[int, Sequence[Call]]) -> Program:
+def add_state(
+    slots: list[TensorMeta | None], storages: list[Storage], size_bytes: int, name: str
+) -> int:
+    """The slot of a new tensor for a generator's state."""
+    cpu = torch.device("cpu")
+    slots.append(TensorMeta((size_bytes,), (1,), 0, torch.uint8, cpu, len(storages)))
+    storages.append(Storage(size_bytes, -1, name))
+    return len(slots) - 1
+
+
+def inserted(program: Program, before: Mapping[int, Sequence[Call]]) -> Program:
     """The program with further calls, each before one of its own, or, for their number, at its end.
     What they make is in the program's slots and storages already.
     """
@@ -108,12 +111,12 @@ def with_calls(program: Program, before: Mapping[int, Sequence[Call]]) -> Progra
 
 def reading(device: torch.device) -> tuple[Any, tuple[int, ...]]:
     """The function that reads the state of a device's generator, and its arguments."""
-    return (_CUDA[0], (device.index or 0,)) if device.type == "cuda" else (_CPU[0], ())
+    return (READ[1], (device.index or 0,)) if device.type == "cuda" else (READ[0], ())
 
 
 def setting(device: torch.device) -> tuple[Any, tuple[int, ...]]:
     """The function that sets it, and its arguments after the state."""
-    return (_CUDA[1], (device.index or 0,)) if device.type == "cuda" else (_CPU[1], ())
+    return (SET[1], (device.index or 0,)) if device.type == "cuda" else (SET[0], ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,13 @@ def generator_state(source: torch.Generator | torch.device) -> torch.Tensor:
     return generator_of(source).get_state()
 
 
+def cpu_state() -> bytes:
+    """The state of the CPU's own generator. It is no tensor, which would count as memory of the
+    step for as long as it is kept.
+    """
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
 def state_bytes(source: torch.Generator | torch.device) -> int | None:
     """How large `generator_state` is; None if that is not known. No device is asked."""
     device = source.device if isinstance(source, torch.Generator) else source

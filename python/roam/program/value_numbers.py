@@ -14,19 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from operator import attrgetter
 
-import torch
-
 from roam.program.barrier import is_barrier
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import is_foreign
 from roam.program.passes import with_calls
-from roam.program.random_states import EXACT
+from roam.program.random_states import EXACT, READ, SET
 from roam.program.repeatable import Repeat, repeats
 from roam.state.sizes import replaced
 from roam.torch_compat.private import OpOverload, schema_of
 
-_READ = (torch.random.get_rng_state, torch.cuda.random.get_rng_state)
-_SET = (torch.random.set_rng_state, torch.cuda.random.set_rng_state)
 _EXPRESSION = attrgetter("expression")
 """Of a number that follows from symbols: equal numbers may be others at other sizes."""
 _UNTOLD = frozenset(("aten::_conj", "aten::_neg_view"))
@@ -163,7 +159,7 @@ class _Values:
                 if storage >= 0 and storage not in self._leaving:
                     self._remember(storage)
         draws = call.state is not None or self._repeats[index] is None
-        if call.target in (*_READ, *_SET) or (call.random and draws):
+        if call.target in (*READ, *SET) or (call.random and draws):
             self._draw(call, key)
 
     def _remember(self, storage: int) -> None:
@@ -223,12 +219,12 @@ class _Values:
 
     def _draw(self, call: Call, key: Hashable | None) -> None:
         """Follows the states of generators."""
-        if call.target in _READ:
+        if call.target in READ:
             (slot,) = call.outputs
             assert slot is not None, "a state is a tensor"
             device = _device_of(self._program, call)
             self._value[self._program.storage_of(slot)] = self._state(device)
-        elif call.target in _SET:
+        elif call.target in SET:
             given = call.args[0]
             known = isinstance(given, Ref) and self._program.slots[given.slot] is not None
             self._generators[_device_of(self._program, call)] = (
@@ -255,8 +251,8 @@ def _look(meta: TensorMeta) -> Hashable:
 
 def _device_of(program: Program, call: Call) -> Hashable:
     """The device from whose generator a call draws, or whose it reads or sets."""
-    if call.target in (*_READ, *_SET):
-        return ("cpu",) if call.target in (_READ[0], _SET[0]) else ("cuda", call.args[-1])
+    if call.target in (*READ, *SET):
+        return ("cpu",) if call.target in (READ[0], SET[0]) else ("cuda", call.args[-1])
     slots = [slot for slot in (*call.outputs, *call.mutates) if slot is not None]
     meta = next((meta for slot in slots if (meta := program.slots[slot]) is not None), None)
     is_cuda = meta is not None and meta.device.type == "cuda"
@@ -283,11 +279,11 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
             program.storage_of(slot) in matters for slot in call.mutates
         )
         device = _device_of(program, call)
-        if call.target in _READ:
+        if call.target in READ:
             if not is_used:
                 continue
             set_later.discard(device)
-        elif call.target in _SET:
+        elif call.target in SET:
             if device in set_later:
                 continue
             set_later.add(device)
@@ -335,11 +331,11 @@ def _without_idle_sets(program: Program, calls: list[Call], kept: Iterable[int])
     for index in kept:
         call = calls[index]
         device = _device_of(program, call)
-        if call.target in _READ:
+        if call.target in READ:
             (slot,) = call.outputs
             if slot is not None and program.storage_of(slot) not in changed:
                 read[slot] = now.setdefault(device, object())
-        elif call.target in _SET:
+        elif call.target in SET:
             given = call.args[0]
             state = read.get(given.slot) if isinstance(given, Ref) else None
             if state is not None and state is now.get(device):

@@ -15,7 +15,7 @@ from roam.program.bits import differ
 from roam.program.expand import AGAIN
 from roam.program.ir import Call, Program, TensorMeta
 from roam.program.operators import is_foreign, is_region
-from roam.program.replay import Replay
+from roam.program.replay import Replay, cpu_state
 from roam.runtime.divergence import digest
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
@@ -110,7 +110,7 @@ class Check:
         if call.random:
             self._generator = None
         elif self._generator is None:  # else the call before has left it as it was
-            self._generator = _generator_state()
+            self._generator = cpu_state()
 
     def unchanged(self, call: Call) -> None:
         """Compares what the call may not change with what was noted before it."""
@@ -121,7 +121,7 @@ class Check:
             self.differs(call, "it wrote to an argument that its schema does not name")
         # Others are Python's arithmetic, which draws nothing.
         is_kernel = isinstance(call.target, (OpOverload, Replay))
-        if is_kernel and self._generator is not None and self._generator != _generator_state():
+        if is_kernel and self._generator is not None and self._generator != cpu_state():
             self.differs(call, "it drew random numbers and does not say so")
 
     def after(
@@ -213,13 +213,6 @@ def _made_again(program: Program, call: Call) -> bool:
     held = [slot for slot in call.outputs if slot is not None and program.storage_of(slot) >= 0]
     made = {program.storages[program.storage_of(slot)].name for slot in held}
     return any(name.removesuffix(AGAIN) + AGAIN in names for name in made)
-
-
-def _generator_state() -> bytes:
-    """The state of the CPU's random generator. It is no tensor, since a tensor would count as the
-    step's memory until the next call.
-    """
-    return torch.get_rng_state().numpy().tobytes()
 
 
 def _argument_tensors(call: Call, values: dict[int, Any]) -> list[torch.Tensor]:

@@ -383,10 +383,11 @@ def choose(
                 Pool.of(device).release()
             if memory.size_bytes is not None:
                 room_bytes = memory.size_bytes - held_bytes
-                if offload is not None and _is_paged(held_bytes, memory.size_bytes):
+                program = variants[-1].program
+                if offload is not None and _is_paged(program, held_bytes, memory.size_bytes):
                     room_bytes = memory.size_bytes
                     if is_real:
-                        _take_in(variants[-1].program, offload)
+                        _take_in(program, offload)
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
@@ -605,8 +606,8 @@ class _Chooser:
             if not error.code.startswith("memory_"):
                 raise
             failure = error
-        is_cut = self._may_cut and not self._has_many_sizes
-        if is_cut and (best is None or _extra_share(best) > _LITTLE):
+        wants_less = best is None or _extra_share(best) > _LITTLE
+        if wants_less and self._may_cut and not self._has_many_sizes:
             untried, self._untried = self._untried, None
             by_tiles = self._tiled_within(limit_bytes)
             if by_tiles is not None and (best is None or _extra_s(by_tiles) < _extra_s(best)):
@@ -675,15 +676,15 @@ class _Chooser:
             if total_bytes > limit_bytes:  # operators have to run again
                 total_bytes = self._least_with(program, gone, most // parts, refused)
                 self._tiles_floors.append(total_bytes)
-                if total_bytes > limit_bytes:
-                    self._tiled_bytes.append(total_bytes)
-                    if total_bytes > _WORTH_TILES * reached_bytes:
-                        misses += 1
-                        if misses == _MOST_MISSES:
-                            break
-                        continue
+            if total_bytes > limit_bytes:
+                self._tiled_bytes.append(total_bytes)
+                if total_bytes <= _WORTH_TILES * reached_bytes:
                     reached_bytes, misses = total_bytes, 0
                     continue
+                misses += 1
+                if misses == _MOST_MISSES:
+                    break
+                continue
             best: Choice | None = None
             for _, parts in estimates:
                 choice = self._with_tiles(program, gone, most // parts, limit_bytes)
@@ -838,16 +839,11 @@ class _Chooser:
     def _left(self, limit_bytes: int) -> int:
         """What there is beside what is there before the step."""
         held_bytes = self.plain.plan.persistent_bytes
-        is_paged = self._tier is not None and self._is_paged(held_bytes, limit_bytes)
-        return limit_bytes if is_paged else limit_bytes - held_bytes
+        return limit_bytes if self._is_paged(held_bytes, limit_bytes) else limit_bytes - held_bytes
 
     def _is_paged(self, held_bytes: int, limit_bytes: int) -> bool:
-        """As the function of this name, of what is there before the step or after it: a first step
-        makes the optimizer's state.
-        """
-        program = self._variant.program
-        made_bytes = sum(program.storages[number].size_bytes for number in program.leaving())
-        return _is_paged(held_bytes + made_bytes, limit_bytes)
+        """Whether what is there before and after the step may have to lie in files."""
+        return self._tier is not None and _is_paged(self._variant.program, held_bytes, limit_bytes)
 
     def _anew(self, left_bytes: int) -> Choice | None:
         """A plan within a limit that runs again what it chooses, and not what the user's
@@ -943,7 +939,7 @@ class _Chooser:
         """A plan within a limit in which calls run again and, where there is a tier, tensors are
         offloaded: the one of the least extra time that is found.
         """
-        if self._tier is None or not self._is_paged(best.plan.persistent_bytes, limit_bytes):
+        if not self._is_paged(best.plan.persistent_bytes, limit_bytes):
             return self._offloading(limit_bytes, lowering, best, pool)
         found: list[Choice] = []
         if best.plan.persistent_bytes < limit_bytes:
@@ -1007,8 +1003,11 @@ class _Chooser:
     def _transfer_ns(self, limit_bytes: int, lowering: Lowering) -> Callable[[int], int]:
         """Tells nanoseconds to write and read so many bytes."""
         assert self._tier is not None, "there are files"
-        is_timed = self._is_real and not gathers_again(lowering.repeats)
-        return partial(time_ns, block_ns(self._tier, limit_bytes if is_timed else None))
+        return partial(time_ns, block_ns(self._tier, self._room_to_measure(lowering, limit_bytes)))
+
+    def _room_to_measure(self, lowering: Lowering, left_bytes: int) -> int | None:
+        """How much memory there is to measure a disk in; None if it is not measured."""
+        return left_bytes if self._is_real and not gathers_again(lowering.repeats) else None
 
     def _resident(
         self,
@@ -1112,8 +1111,7 @@ class _Chooser:
             failure = error
         if self._tier is None or (found and (found[0].recomputation is None or self._is_late)):
             return found[0]
-        is_timed = self._is_real and not gathers_again(lowering.repeats)
-        room_bytes = self._left(limit_bytes) if is_timed else None
+        room_bytes = self._room_to_measure(lowering, self._left(limit_bytes))
         for offering in offerings(lowering, self._tier, room_bytes):
             try:
                 choice = self._recomputing(limit_bytes, offering, best, pool)
@@ -1633,9 +1631,15 @@ class _Ran:
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 
 
-def _is_paged(held_bytes: int, limit_bytes: int) -> bool:
-    """Whether what is there before and after a step may have to lie in files between its uses."""
-    return 2 * held_bytes > limit_bytes
+def _is_paged(program: Program, held_bytes: int, limit_bytes: int) -> bool:
+    """Whether what is there before a step and what it leaves, as a first step leaves the
+    optimizer's state, may have to lie in files between its uses.
+
+    Args:
+        held_bytes: what is there before.
+    """
+    left_bytes = sum(program.storages[number].size_bytes for number in program.leaving())
+    return 2 * (held_bytes + left_bytes) > limit_bytes
 
 
 def _in_files_bytes(program: Program) -> int:

@@ -1758,6 +1758,7 @@ __all__ = [
     "tensor_uses",
     "to_device",
     "tracing_context",
+    "unboxed",
     "unseen_calls",
     "version_kept",
     "version_of",

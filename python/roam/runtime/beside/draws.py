@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from roam.program.ir import Call, Result, Storage, TensorMeta, ref_to
-from roam.program.random_states import reading, setting, with_calls
+from roam.program.ir import Call, Result, ref_to
+from roam.program.random_states import add_state, inserted, reading, setting
 from roam.program.replay import state_bytes
 from roam.runtime.beside.script import Outside, Script
 
@@ -49,11 +49,8 @@ class Draws:
         before: dict[int, list[Call]] = {}
 
         def state(device: torch.device) -> int:
-            size_bytes = state_bytes(device) or 0
-            cpu = torch.device("cpu")
-            slots.append(TensorMeta((size_bytes,), (1,), 0, torch.uint8, cpu, len(storages)))
-            storages.append(Storage(size_bytes, -1, f"state {len(slots) - 1} of a generator"))
-            return len(slots) - 1
+            name = f"state {len(slots)} of a generator"
+            return add_state(slots, storages, state_bytes(device) or 0, name)
 
         def sets(index: int, device: torch.device) -> int:
             slot = state(device)
@@ -86,7 +83,7 @@ class Draws:
                 before.setdefault(index, []).append(call)
                 leaves.append(ref_to(slot))
                 self.read.append(entry)
-        script.program = with_calls(
+        script.program = inserted(
             replace(
                 program,
                 slots=slots,

@@ -16,6 +16,7 @@ from roam.errors import CaptureError, ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.program.ir import Ref, TensorMeta
 from roam.program.operators import is_foreign
+from roam.program.replay import cpu_state
 from roam.runtime.beside.lazy import Begun, Lazy
 from roam.runtime.beside.placeholders import (
     GONE,
@@ -36,7 +37,6 @@ from roam.runtime.beside.recording import (
     Given,
     Made,
     at_path,
-    drawn_state,
     hidden_branch,
     is_passed,
     is_plain,
@@ -165,7 +165,7 @@ class Matched(HiddenMode):
         self._entries, self._steps = planned.script.entries, planned.script.steps
         self._inputs = planned.inputs
         if self._drawn is None and any(planned.script.draws):
-            self._drawn = drawn_state()
+            self._drawn = cpu_state()
 
     def _goes_over(self, is_next: Callable[[Expected], bool]) -> bool:
         """Whether the call goes over to another plan, whose script has begun as this one has, and
@@ -517,14 +517,14 @@ class Matched(HiddenMode):
         """A tensor gets the data of another one. It is another tensor from here on, whose slot is
         the next one of the recording; kernels that have been issued have the old data.
         """
-        if not (is_plain(tensor) and is_plain(data)):
+        is_followed = is_plain(tensor) and is_plain(data)
+        if not is_followed:
             self.leave("the step gives a tensor other data, and one of the two is no plain tensor")
         if self.lazy is not None:
             self.lazy.assigned(tensor, data)
             return
-        if not (is_plain(tensor) and is_plain(data)):
-            return
-        note_sharing(tensor, data)
+        if is_followed:
+            note_sharing(tensor, data)
         if self.left or self.is_over:
             return
         ref = weakref.ref(tensor)  # the one of all slots of the tensor's
@@ -550,6 +550,8 @@ class Matched(HiddenMode):
         if not self.left:
             self.may_leave = True
             self.leave(what)
+        if self.lazy is not None:
+            self.lazy.now()
         if code != "refused_operator":
             source = str(Frames({}, {}).here()[1])
             self.failure = ExecutionError(
@@ -574,7 +576,7 @@ class Matched(HiddenMode):
     def drawn(self) -> None:
         """Python has read or set the state of random generators."""
         if self._drawn is not None:
-            self._drawn = drawn_state()
+            self._drawn = cpu_state()
 
     def exposed(self, tensor: torch.Tensor, by: Any) -> None:
         """Python has got a tensor's memory; it may write to it for as long as it has `by`."""
@@ -702,7 +704,7 @@ class Matched(HiddenMode):
 
     def _check_generator(self) -> None:
         """Raises an error if the state of the random generator has changed unseen."""
-        if self._drawn != drawn_state():
+        if self._drawn != cpu_state():
             self.left = "a generator was seeded"
             self.failure = ExecutionError(
                 "the step seeds a random generator or sets its state in a way that roam cannot see, between operators "
@@ -804,26 +806,11 @@ class Matched(HiddenMode):
             raise self.failure
         with self._kernels():
             if self._make_lazy is not None:
-                if any(
-                    facts_of(entry.func).is_random
-                    for entry in self._entries[self._start : self._at]
-                    if entry.kind == "kernel"
-                ):
-                    self._check_generator()
-                lazy = self._make_lazy()
-                lazy.follow(self._begun())
-                self._in_pool.clear()
-            else:
-                self._allow()
+                self.lazy = self._handed_over(self._make_lazy)
+                return
+            self._allow()
             if self._parts is not None:
                 self._parts.close()
-            if self._make_lazy is not None:
-                self._parts = None
-                self._gets, self._bound = [], {}
-                self._spare.clear()
-                self._enter(None)
-                self.lazy = lazy
-                return
             try:
                 self._run_issued()
             except Exception as error:
@@ -833,6 +820,25 @@ class Matched(HiddenMode):
                     code="torn",
                 )
                 raise self.failure from error
+
+    def _handed_over(self, make: Callable[[], Lazy]) -> Lazy:
+        """What goes on with the call, and has what waits, and what of it has memory."""
+        if any(
+            facts_of(entry.func).is_random
+            for entry in self._entries[self._start : self._at]
+            if entry.kind == "kernel"
+        ):
+            self._check_generator()
+        lazy = make()
+        lazy.follow(self._begun())
+        self._in_pool.clear()
+        if self._parts is not None:
+            self._parts.close()
+            self._parts = None
+        self._gets, self._bound = [], {}
+        self._spare.clear()
+        self._enter(None)
+        return lazy
 
     def raised(self, error: BaseException) -> None:
         """The step's own code has raised: as in eager PyTorch, what came before has run."""

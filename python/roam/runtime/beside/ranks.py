@@ -38,9 +38,7 @@ class _Reduced:
     def refuse(self, message: str, *, code: str) -> NoReturn:
         raise CaptureError(message, code=code)
 
-    def add_collective(
-        self, target: Launch, outputs: Sequence[Any], inputs: Sequence[Any]
-    ) -> None:
+    def add_collective(self, target: Launch, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         work = target.start(outputs, inputs)
         if target.kind == "allreduce_":
             self._working.append(work)
@@ -67,7 +65,7 @@ def reducing(watching: Watching) -> Iterator[None]:
         return
     reduced = _Reduced()
     reductions = Reductions(reduced, lambda _: True)
-    original = torch.nn.parallel.DistributedDataParallel.forward
+    original: Callable[..., Any] = torch.nn.parallel.DistributedDataParallel.forward
 
     def forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
         if (reason := unsupported(ddp)) is not None:

@@ -423,13 +423,6 @@ def hidden_branch(func: Any, args: tuple[Any, ...], frames: Frames) -> CaptureEr
     )  # fmt: skip
 
 
-def drawn_state() -> bytes:
-    """The state of the CPU's random generator. It is no tensor, which would count as the step's
-    memory.
-    """
-    return torch.default_generator.get_state().numpy().tobytes()
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of none but PyTorch's own classes, and strided."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided

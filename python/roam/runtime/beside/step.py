@@ -16,6 +16,7 @@ from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.kernels.table import is_proven
 from roam.memory_limit import MemoryLimit
 from roam.own_code import is_own_file
+from roam.program.replay import cpu_state
 from roam.runtime.available import known_limit
 from roam.runtime.beside.lazy import Lazy
 from roam.runtime.beside.looks import looking
@@ -23,7 +24,7 @@ from roam.runtime.beside.matched import Matched
 from roam.runtime.beside.placeholders import UNREAD, WeakStorage, is_possible, is_unread
 from roam.runtime.beside.planned import Planned, let_go_of_old_data
 from roam.runtime.beside.ranks import reducing
-from roam.runtime.beside.recording import Recorder, Recording, drawn_state, is_plain
+from roam.runtime.beside.recording import Recorder, Recording, is_plain
 from roam.runtime.beside.script import Place, Script, changed_numbers, script_of
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger, replans
@@ -49,6 +50,7 @@ PYTHONS_OWN = frozenset((
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
     "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity",
+    "collective", "collective_branch",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _HOST_S = 20e-6
@@ -258,7 +260,7 @@ class Beside:
             if self._is_lazy
             else Recorder(frames, stops=stops)
         )
-        drawn = drawn_state()
+        drawn = cpu_state()
         try:
             with _generators_watched(recorder), looking(recorder), reducing(recorder), recorder:
                 result = self._function(*args, **kwargs)
@@ -473,7 +475,9 @@ class Beside:
                         result = self._function(*args, **kwargs)
                     matched.finish()
                 except BaseException as error:
-                    if error in (matched.failure, matched.lazy and matched.lazy.failure):
+                    if error is matched.failure or (
+                        matched.lazy is not None and error is matched.lazy.failure
+                    ):
                         raise
                     matched.raised(error)
                     _refuse_unread(error)
