@@ -42,7 +42,7 @@ LAYERS = (
     ("roam.tracing.fake_kernels",),
     ("roam.tracing.compiled", "roam.tracing.distributed"),
     ("roam.tracing.fakes",),
-    ("roam.tracing.numbers", "roam.tracing.printing"),
+    ("roam.tracing.numbers",),
     ("roam.tracing.recording",),
     ("roam.tracing.stand_ins",),
     ("roam.tracing.endings",),

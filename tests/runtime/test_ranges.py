@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -663,11 +662,6 @@ def test_a_condition_on_a_size_splits_the_range(loss_of: Callable[..., Any]) -> 
     assert len(step._captures) == 3
 
 
-def checked(net: Any, ids: torch.Tensor) -> torch.Tensor:
-    torch._assert(ids.dim() == 2, f"a batch of texts is wanted, and not {ids.shape}")
-    return functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
-
-
 def kept_text(net: Any, ids: torch.Tensor) -> torch.Tensor:
     texts: list[str] = []
     note(ids.dim() == 2, f"{ids.shape[1]}", texts)
@@ -676,12 +670,6 @@ def kept_text(net: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def note(_: bool, text: str, texts: list[str]) -> None:
     texts.append(text)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not say where code is")
-def test_the_message_of_a_check_that_passes_needs_no_other_plan() -> None:
-    step = run_both(lengths(8, 11, 9, 12), checked)
-    assert len(step._captures) == 2
 
 
 def test_a_text_that_the_step_keeps_has_a_plan_for_each_size() -> None:

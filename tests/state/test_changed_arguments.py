@@ -1,8 +1,9 @@
-"""Steps that change lists and dictionaries among their arguments, as `batch.pop("labels")` does."""
+"""Steps that change lists and dictionaries among their arguments, as `batch.pop("labels")` does:
+beside their plans as eagerly; a plan alone is refused.
+"""
 
 from __future__ import annotations
 
-import signal
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,7 @@ from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
 import roam
-from roam.state import changed_arguments
-from roam.state.containers import MappingSpace
+from newer import needs_2_15
 
 
 class Pair(NamedTuple):
@@ -201,35 +201,42 @@ def left_by(run: Callable[..., Any], numbers: range, kind: Any = dict) -> list[A
     return found
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        (kind, change)
-        for kind in (dict, UserDict, BatchEncoding)
-        for change in CHANGES
-        if kind is dict or change not in (deletes_and_clears, changes_the_order)
-    ],  # which call methods of ordered dictionaries
+        *((dict, change) for change in CHANGES),
+        *(
+            (kind, change)
+            for kind in (UserDict, BatchEncoding)
+            for change in (pops, returns_the_batch)
+        ),
+    ],
 )
 def test_arguments_and_results_are_eagers(kind: Any, change: Callable[..., Any]) -> None:
     eager, task = Task(change), Task(change)
     step = roam.compile(task.step)
-    assert left_by(step, range(4), kind) == left_by(eager.step, range(4), kind)
-    assert len(step.plans) <= 2
+    assert left_by(step, range(5), kind) == left_by(eager.step, range(5), kind)
+    assert step.runs_beside
     for one, other in zip(task.net.parameters(), eager.net.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_an_output_in_the_batch_has_a_history() -> None:
-    task = Task(keeps_outputs)
-    step = roam.compile(task.step)
-    for number in range(3):
-        given = batch(number)
-        result, _ = step(given)
-        assert given["logits"] is result
-        assert given["logits"].requires_grad
-        assert not given["detached"].requires_grad
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+@pytest.mark.parametrize("change", [one for one in CHANGES if one is not sets_again_what_is_there])
+def test_a_plan_alone_is_refused_and_changes_nothing(kind: Any, change: Callable[..., Any]) -> None:
+    given = kind(batch(0))
+    names: dict[int, str] = {}
+    before = described(given, names, "given")
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(Task(change).step)(given)
+    assert caught.value.code in ("moved", "result")
+    assert described(given, names, "given") == before
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_metrics_that_every_call_is_given_again() -> None:
     found = []
     for compiles in (False, True):
@@ -249,24 +256,6 @@ def test_metrics_that_every_call_is_given_again() -> None:
     assert found[0] == found[1]
 
 
-def test_a_batch_of_keywords_and_one_within_a_tuple() -> None:
-    net = nn.Linear(8, 3)
-
-    def step(pair: Any, *, batch: Any) -> Any:
-        loss = net(batch.pop("x") + pair[0].pop(1)).mean()
-        loss.backward()
-        return loss.detach()
-
-    compiled = roam.compile(step)
-    for number in range(3):
-        one, two = batch(number), [batch(9)["x"], batch(8)["x"]]
-        first = two[0]
-        compiled((two, 1), batch=one)
-        assert "x" not in one
-        assert len(two) == 1
-        assert two[0] is first
-
-
 def compares(one: Any, other: Any) -> Any:
     return one is other, [one["x"] is other["x"]]
 
@@ -283,6 +272,8 @@ def changes_parts(one: Any, other: Any) -> Any:
     return one["more"] is other["more"], one["queue"] is other["queue"]
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("make", [dict, UserDict, lambda given: ({"pair": [given]}, 1)[0]])
 @pytest.mark.parametrize("change", [compares, changes_one, changes_parts])
 def test_one_dictionary_in_two_places_is_one_in_the_step(
@@ -330,32 +321,6 @@ def test_a_dictionary_that_an_object_among_the_arguments_holds_too_is_one() -> N
         assert compiled(given, Holder(given if is_same else batch(number))) is is_same
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_group_of_the_steps_optimizer_is_refused_before_anything_runs(is_late: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Linear(8, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    given = optimizer.param_groups[0]
-
-    def step(x: Any, values: dict[str, Any]) -> Any:
-        values["lr"] = 0.5
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    compiled = roam.compile(step)
-    if is_late:
-        compiled(torch.ones(2, 8), dict(given))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(roam.ExecutionError, match="arguments and its state") as caught:
-        compiled(torch.ones(2, 8), given)
-    assert caught.value.code == "sharing"
-    assert given["lr"] == 1.0
-    assert all(map(torch.equal, before, net.parameters()))
-
-
 def changes_it(own: Any, given: Any) -> Any:
     given["rate"] *= 0.9
     given["count"] += 1
@@ -381,6 +346,8 @@ def puts_a_tensor(own: Any, given: Any) -> Any:
     return given["last"]
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
@@ -423,6 +390,8 @@ def test_a_dictionary_of_the_steps_state_is_the_one_that_the_step_is_given(
     assert found[0] == found[1]
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("where", [lambda one: deque([one]), lambda one: Output(one=one)])
 def test_a_list_that_is_in_another_kind_of_container_too_is_one_in_the_step(where: Any) -> None:
     net = nn.Linear(8, 3)
@@ -441,6 +410,8 @@ def test_a_list_that_is_in_another_kind_of_container_too_is_one_in_the_step(wher
     assert numbers == []
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_what_a_dictionary_calls_for_a_missing_entry_is_guarded() -> None:
     def asks(net: Any, batch: Any) -> Any:
         found = batch["more"]["new"]
@@ -473,31 +444,8 @@ def test_other_containers_are_refused(kind: Any) -> None:
     assert len(numbers) == 3
 
 
-def test_a_module_in_the_batch_is_refused() -> None:
-    def put(net: Any, batch: Any) -> None:
-        batch["net"] = net
-
-    given = batch(0)
-    with pytest.raises(roam.CaptureError, match="puts it in a list or dictionary") as caught:
-        roam.compile(Task(put).step)(given)
-    assert caught.value.code == "result"
-    assert "net" not in given
-
-
-def test_an_object_that_holds_the_changed_batch_is_refused() -> None:
-    class Holder:
-        def __init__(self, batch: Any) -> None:
-            self.batch = batch
-
-    def hold(net: Any, batch: Any) -> Any:
-        batch.pop("labels")
-        return Holder(batch)
-
-    with pytest.raises(roam.CaptureError) as caught:
-        roam.compile(Task(hold).step)(batch(0))
-    assert caught.value.code == "result"
-
-
+@needs_2_15
+@pytest.mark.auto
 def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
     def check(net: Any, batch: Any) -> None:
         batch.pop("labels")
@@ -518,23 +466,8 @@ def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
     assert found[0] == found[1]
 
 
-def test_an_interrupt_does_not_come_while_a_run_changes_the_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Interrupted(MappingSpace):
-        def put(self, items: Any) -> None:
-            signal.raise_signal(signal.SIGINT)
-            super().put(items)
-
-    step = roam.compile(Task(pops).step)
-    step(batch(0))
-    given = batch(1)
-    monkeypatch.setattr(changed_arguments, "_space", lambda container: Interrupted(container, ""))
-    with pytest.raises(KeyboardInterrupt):
-        step(given)
-    assert list(given) == ["names", "weight", "more", "output", "queue", "numbers"]
-
-
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("change", [pops, returns_the_batch, changes_lists])
 def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -> None:
     given = batch(0)
@@ -542,12 +475,3 @@ def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -
     comparison = roam.compare(Task(change).step, given)
     assert comparison.equal, comparison
     assert (list(given), list(given["names"])) == keys
-
-
-def test_compare_sees_what_differs_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roam.runtime.runner.leave_arguments", lambda left, *_: left.result)
-    for change, path in ((pops, "args[0]['x']"), (keeps_outputs, "args[0]['weight']")):
-        comparison = roam.compare(Task(change).step, batch(0))
-        assert comparison.outcome == "different"
-        assert comparison.difference is not None
-        assert comparison.difference.path == path

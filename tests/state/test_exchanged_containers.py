@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import roam
+from newer import needs_2_15
 
 Draw = Callable[..., torch.Tensor]
 
@@ -96,11 +97,34 @@ FEW: Final = {
 }
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize(("loss_of", "feed"), FEW.values(), ids=FEW)
-def test_a_plan_fits_others_of_the_same_form(
+def test_python_runs_beside_few_plans_where_others_come_at_each_call(
     loss_of: Callable[[Any], Any], feed: Callable[[Any, Draw, int], object]
 ) -> None:
     assert plans(loss_of, feed) <= 4
+
+
+def renewed(my: Any, kind: Any) -> torch.Tensor:
+    loss = squares(my, my.other[0])
+    my.other = kind(one.detach() * 0.5 + loss.detach() for one in my.other)
+    return loss
+
+
+@needs_2_15
+@pytest.mark.auto
+@pytest.mark.parametrize(("kind", "is_beside"), [(tuple, False), (list, True)])
+def test_a_step_that_puts_others_in_their_place(kind: Any, is_beside: bool) -> None:
+    def feed(my: Any, draw: Draw, number: int) -> None:
+        my.other = my.other or kind([draw(), draw()])
+
+    runs = [
+        Run(wrap, lambda my: renewed(my, kind), feed) for wrap in (lambda step: step, roam.compile)
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert str(runs[0].my.other) == str(runs[1].my.other)
+    assert runs[1].step.runs_beside is is_beside
 
 
 def test_a_step_that_changes_them_has_a_plan_for_each() -> None:
@@ -114,6 +138,8 @@ def test_a_step_that_changes_them_has_a_plan_for_each() -> None:
     assert plans(loss_of, feed) == 7
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_a_step_that_puts_others_there_too() -> None:
     def loss_of(my: Any) -> torch.Tensor:
         loss = squares(my, my.held["x"])
@@ -123,6 +149,8 @@ def test_a_step_that_puts_others_there_too() -> None:
     plans(loss_of, lambda my, draw, number: setattr(my, "held", {"x": draw()}))
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize("are_first_shared", [True, False])
 def test_two_places_that_hold_one_container_only_in_some_calls(

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from transformers import BatchEncoding, BatchFeature
 
 import roam
+from newer import needs_2_15
 from roam.state.arguments import Taker, argument_path
 
 
@@ -148,6 +149,8 @@ CASES = {
 }
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.sweep
 @pytest.mark.parametrize("memory", [None, "85%"])
 @pytest.mark.parametrize("case", CASES)
@@ -190,6 +193,8 @@ def asks_for_its_class(model: Any, batch: Any) -> Any:
     return model(batch["x"]).square().mean() * factor, None
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("change", [looks_at_none, asks_for_its_class])
 def test_texts_that_the_step_does_not_look_at_need_no_plans(change: Callable[..., Any]) -> None:
     expected = trained(change, tokenized(), False)
@@ -207,6 +212,8 @@ def test_texts_that_the_step_looks_at_are_refused() -> None:
     assert caught.value.code == "value_reached_python"
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_pytree_still_takes_them_for_leaves() -> None:
     trained(pops, CASES["pops"][1], True)
     for given in (UserDict(a=1), BatchEncoding({"a": 1})):
@@ -269,6 +276,8 @@ def test_one_that_holds_itself_is_not_taken_apart() -> None:
         assert torch.equal(step(given)[0], eager.step(given)[0])
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_one_in_two_places_is_one_in_the_step() -> None:
     model = Model()
 
@@ -291,6 +300,8 @@ def test_one_in_two_places_is_one_in_the_step() -> None:
         assert "x" not in given
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_a_step_that_raises_leaves_what_eager_pytorch_leaves() -> None:
     def checks(model: Any, batch: Any) -> Any:
         batch.pop("labels")
@@ -325,6 +336,8 @@ def test_a_batch_that_an_object_holds_afterwards_is_refused() -> None:
         assert caught.value.code == "result"
 
 
+@needs_2_15
+@pytest.mark.auto
 @pytest.mark.parametrize("change", [pops, moves])
 def test_compare_gives_each_run_a_batch_of_its_own(change: Callable[..., Any]) -> None:
     given = BatchEncoding(entries(0))

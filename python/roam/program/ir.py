@@ -17,7 +17,7 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
-from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, SOUND, check_data
+from roam.program.checks import DIVIDING, RAISING, SOUND
 from roam.program.pages import Arrived, Fetch, Keep, Left, Put
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
@@ -164,11 +164,6 @@ class Call:
         is_own = self.is_check or self.target in (assign_data, generator_state)
         package = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{package}.{self.target.__name__}"
-
-    @property
-    def is_data_check(self) -> bool:
-        """Whether it is a check of data that an operator of PyTorch's makes."""
-        return self.is_check and (self.target is check_data or self.target in DATA_CHECKS)
 
     def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, its generator's
@@ -335,17 +330,15 @@ class Joined:
 
 @dataclass(slots=True)
 class Result:
-    """What a step returns, does to its arguments' containers, and adds to lists of its state.
+    """What a step returns, and adds to lists of its state.
 
     Attributes:
         leaves: each a Ref or a plain constant.
-        spec: the structure in which they are, of a `Left`.
+        spec: the structure in which they are: of the pair of the step's result, and of what it has
+            added to each list.
         histories: per leaf, how autograd sees it.
         joined: by the place of a leaf, the distributed tensor that it becomes.
-        growing: (path, list) of lists of the step's state to which it adds, in the order of
-            `Left.added`.
-        messages: what the step prints and logs, with `BLANK` for what only a run knows. If there is
-            any, it is the last of `Left.added`.
+        growing: (path, list) of lists of the step's state to which it adds.
     """
 
     leaves: list[Any] = field(default_factory=list)
@@ -353,7 +346,6 @@ class Result:
     histories: list[History] = field(default_factory=list)
     joined: dict[int, Joined] = field(default_factory=dict)
     growing: list[tuple[str, Any]] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
 
 
 E = TypeVar("E", bound="Effect")

@@ -380,17 +380,18 @@ class Step:
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:
-        """Refuses a plan that only one value among the arguments asks for, as others did before it,
-        if the step can run beside a plan for all of them.
+        """Refuses a plan that only one value among the arguments asks for, or a list or dictionary
+        in the place of another, as others did before it, if the step can run beside a plan for all
+        of them.
         """
         if (
-            misfit.place in self._known.taker.varied
+            (misfit.is_exchanged or misfit.place in self._known.taker.varied)
             and self._captures.has_made(misfit.place)
             and not (self._is_fixed(misfit.place) and self._ranges.may_follow(misfit.place))
         ):
             refusal = CaptureError(
                 f"{misfit}, as in earlier calls, and each value has a plan of its own; if the step only shows or counts such "
-                "values, leave them out of its arguments",
+                "values, leave them out of its arguments and its state",
                 code="varied_argument",
             )
             if self.may_run_beside(refusal):
@@ -962,7 +963,6 @@ class Step:
                 choice,
                 options if place == 0 else replace(options, cuda_graph=False),  # it runs once
                 taker=step.arguments.taker,
-                is_state=step.guards.holds,
                 guards=guards,
                 sizes=step.arguments.sizes,
             )

@@ -18,7 +18,7 @@ from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import copies
-from roam.program.checks import check, check_data
+from roam.program.checks import check_data
 from roam.program.collectives import sequences
 from roam.program.effects import (
     AFTERWARDS,
@@ -48,8 +48,6 @@ from roam.runtime.streams import CudaStreams
 from roam.runtime.timings import Stopwatch
 from roam.state.argument_sizes import ArgumentSizes
 from roam.state.arguments import Taker
-from roam.state.changed_arguments import Left, added_by, changed_paths, unchangeable
-from roam.state.changed_arguments import leave as leave_arguments
 from roam.state.equality import MISSING, Misfit, changed, same, show
 from roam.state.freed_gradients import Notes, gradients_left, lacks, note_freed
 from roam.state.references import (
@@ -111,7 +109,6 @@ class Runner:
         options: Options,
         *,
         taker: Taker,
-        is_state: Callable[[object], bool],
         guards: Iterable[StateGuard] = (),
         sizes: ArgumentSizes | None = None,
     ) -> None:
@@ -119,14 +116,13 @@ class Runner:
 
         Args:
             choice: how the variant runs.
-            is_state: whether a list or dictionary is part of the step's state.
             guards: guards of other runners. If one of them compares the same, it is shared.
             sizes: which sizes of the arguments follow from symbols, if any do.
         """
         self._sizes = sizes
         self._resized_guards: tuple[tuple[int, ...], Sequence[tuple[ComputedGuard, Any]]] = (), ()
         self.name = variant.name
-        self._taker, self._is_state = taker, is_state
+        self._taker = taker
         self.choice = choice
         program = self._program = choice.program
         self.plan = choice.plan
@@ -236,7 +232,6 @@ class Runner:
         state = StateGuard(expected, program.state_keys, wholes)
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         self._inputs = Inputs(program)
-        self._changed_paths = changed_paths(program.result.leaves, program.result.spec)
         self._rates = [
             (place, reference)
             for place, reference in enumerate(self._references)
@@ -286,11 +281,7 @@ class Runner:
         if (failure := self.state_guard.failure(guarded, entries)) is not None:
             return failure
         call.held, call.inputs = held, list(map(local_of, held)) if has_dtensors(held) else held
-        call.misfit = (
-            self._rate_failure(call.inputs)
-            or self._sharing_failure(call.inputs)
-            or unchangeable(self._changed_paths, (call.args, call.kwargs), self._is_state)
-        )
+        call.misfit = self._rate_failure(call.inputs) or self._sharing_failure(call.inputs)
         return None
 
     def _module_failure(self) -> Misfit | None:
@@ -479,9 +470,9 @@ class Runner:
             for (place, effect), what in effects:
                 if effect.stage == AFTERWARDS:
                     effect.apply(ending, given[place], what)
-            left: Left = pytree.tree_unflatten(result, program.result.spec)
-            growing = [container for _, container in program.result.growing]
-            returned = leave_arguments(left, (call.args, call.kwargs), growing)
+            returned, added = pytree.tree_unflatten(result, program.result.spec)
+            for (_, container), values in zip(program.result.growing, added, strict=True):
+                container.extend(values)
         if self.is_first and self._pool is not None:
             self._pool.release()  # later steps may need less
         return returned
@@ -775,7 +766,7 @@ class Runner:
             or self.choice.recomputation is not None
             or any(isinstance(reference, GradientReference) for reference in self._consumed)
             or not all(effect.is_by_calls for effect in program.effects)
-            or added_by(program.result.spec)
+            or program.result.growing
             or program.assigned()
             or any(one.position <= number for one in program.of(StepScheduler))
             or any(call.skip_if is not None for call in program.calls[:number])
@@ -806,7 +797,7 @@ class Runner:
         whatever the check's outcome.
         """
         program = self._program
-        copies = call.args[-1] if call.target in (check, check_data) and call.args[2:] else ()
+        copies = call.args[-1] if call.target is check_data else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
         storages |= {place for place, one in enumerate(program.storages) if one.is_begun_anew}
         return {

@@ -57,7 +57,7 @@ class Reliance:
         self.code: dict[types.CodeType, Names] = {}
         """Code that ran around operators, each with its globals."""
         self.levels: set[tuple[logging.Logger, int]] = set()
-        """(logger, level) of the messages that the step gives to loggers."""
+        """(logger, level) of those of which the step asks whether they are on."""
         self._enabled: dict[tuple[logging.Logger, int], bool] = {}
         self._looked_at = 0
         self._variables: dict[Any, Any] = {}

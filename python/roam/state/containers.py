@@ -179,8 +179,7 @@ class FrozenSpace(Space):
     @property
     def kind(self) -> str:
         """What to call it."""
-        kinds = (tuple, frozenset, list, dict)
-        return next(kind.__name__ for kind in kinds if issubclass(type(self.holder), kind))
+        return "tuple" if issubclass(type(self.holder), tuple) else "frozenset"
 
     def now(self) -> Any:
         """What is in its place."""
@@ -211,27 +210,6 @@ class FrozenSpace(Space):
         entries = [value if place == key else entry for place, entry in self.items()]
         kind = type(self.now())
         new = (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, entries)
-        for space, name in self.places:
-            space.set(name, new)
-
-
-class RenewedSpace(FrozenSpace):
-    """A list or dictionary in whose place the step puts another of the same form."""
-
-    __slots__ = ()
-
-    def items(self) -> Items:
-        now = self.now()
-        return [] if issubclass(type(now), tuple) else entries_of(now)
-
-    def get(self, key: Any) -> Any:
-        return dict(self.items()).get(key, MISSING)
-
-    def set(self, key: Any, value: Any) -> None:
-        if not self.takes_others:
-            Space.set(self, key, value)
-        new = self.now().copy()
-        new[key] = value
         for space, name in self.places:
             space.set(name, new)
 

@@ -51,7 +51,6 @@ from roam.state.containers import (
     ObjectArraySpace,
     ProxySpace,
     RecurrentSpace,
-    RenewedSpace,
     SequenceSpace,
     SetSpace,
     TensorKeyedSpace,
@@ -151,7 +150,6 @@ def reach_of(
     kwargs: dict[str, Any] | None = None,
     reads: Reads | None = None,
     opened: Collection[int] = (),
-    renewed: Collection[str] = (),
     closed: Collection[int] = (),
     growing: Collection[str] = (),
 ) -> Reach:
@@ -164,7 +162,6 @@ def reach_of(
         reads: what is known of the attributes that the function looks at; without it, all
             attributes count as looked at.
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
-        renewed: paths of the lists and dictionaries in whose place the step puts others.
         closed: identities of the containers among the arguments that are not taken apart.
         growing: paths of the lists and deques to which the step only adds.
 
@@ -175,7 +172,7 @@ def reach_of(
     reads = Reads(everything=True) if reads is None else reads
     while True:
         reach = Reach(reads)
-        walk = _Walk(reach, opened, renewed, closed, growing)
+        walk = _Walk(reach, opened, closed, growing)
         try:
             walk.run(train_step, args, kwargs or {})
             reach.shared = walk.shared()
@@ -203,14 +200,12 @@ class _Walk:
         self,
         reach: Reach,
         opened: Collection[int],
-        renewed: Collection[str],
         closed: Collection[int],
         growing: Collection[str] = (),
     ) -> None:
         self.reach = reach
         self.opened = opened
         self.closed = closed
-        self.renewed = renewed
         self.growing = growing
         self.grown: list[tuple[str, Any]] = []  # those of them that have been met
         self.unplaced: set[int] = set()  # lists held where no other can be put
@@ -242,7 +237,7 @@ class _Walk:
         self.is_held = True
         self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
             list
-        )  # places of tuples, frozen sets, and what may be renewed
+        )  # places of tuples, frozen sets, and what may grow
         self.classes: set[int] = set()  # those whose attributes have been entered
         self.slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
 
@@ -443,13 +438,10 @@ class _Walk:
         if not is_plain(value):
             if issubclass(type(value), type) and not self._is_tested(place):
                 self._constructors(value)
-            is_renewed = bool(self.renewed) and type(value) in (list, dict)
             may_grow = bool(self.growing) and type(value) in KINDS
             if place is None and may_grow:
                 self.unplaced.add(id(value))
-            if place is not None and (
-                is_renewed or may_grow or issubclass(type(value), (tuple, frozenset))
-            ):
+            if place is not None and (may_grow or issubclass(type(value), (tuple, frozenset))):
                 self.frozen[id(value)].append(place)
             self._link(value)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
@@ -526,8 +518,6 @@ class _Walk:
         self.reach.has_reporters |= is_reporter(value)
         if kind in KINDS and path in self.growing:
             self.grown.append((path, value))
-        elif kind in (list, dict) and path in self.renewed:
-            self._fill(RenewedSpace(value, path, self.frozen[id(value)]))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):

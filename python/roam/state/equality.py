@@ -181,11 +181,13 @@ class Misfit(str):
         place: what differs, without the values: equal for misfits of one kind at one place.
         way: what is to be done.
         code: of the error, where the call is refused.
+        is_exchanged: whether a list or dictionary is in the place of another.
     """
 
     place: str
     way: Way
     code: str
+    is_exchanged = False
 
     def __new__(
         cls, text: str, place: str | None = None, *, way: Way = "plan", code: str = ""

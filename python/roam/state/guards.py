@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from typing import Any, Final, Literal
@@ -81,9 +81,7 @@ class _AnyTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Stands for a tuple with such tensors, which another tuple may replace, or for a list or
-    dictionary that the step renews.
-    """
+    """Stands for a tuple with such tensors, which another tuple may replace."""
 
     kind: type
     entries: Items
@@ -94,45 +92,15 @@ class _Form:
         return cls(type(value), [(key, expect(part)) for key, part in entries_of(value)])
 
 
-def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
-    """What to expect where a value is now.
-
-    Args:
-        renewed: identities of the lists and dictionaries that the step renews.
-    """
+def _expected(value: Any) -> Any:
+    """What to expect where a value is now."""
     if issubclass(type(value), torch.Tensor):
         return value if _is_fixed(value) else _AnyTensor
-    if id(value) in renewed or issubclass(type(value), tuple):
-        form = _Form.of(value, lambda entry: _expected(entry, renewed))
-        if id(value) in renewed or any(_may_change(entry) for _, entry in form.entries):
+    if issubclass(type(value), tuple):
+        form = _Form.of(value, _expected)
+        if any(_may_change(entry) for _, entry in form.entries):
             return form
     return value
-
-
-def _exchanged(expected: Any, value: Any, path: str) -> Iterator[str]:
-    """Paths of the lists and dictionaries that have taken the place of others of their class."""
-    kind: Any = type(value)
-    if type(expected) is _Form:
-        if expected.kind is kind:
-            for (key, part), (_, entry) in zip(entries_of(value), expected.entries, strict=False):
-                yield from _exchanged(entry, part, f"{path}[{key!r}]")
-    elif value is not expected and kind is type(expected) and not _is_cyclic(value):
-        yield from _containers_in(value, path)
-
-
-def _containers_in(value: Any, path: str) -> Iterator[str]:
-    if type(value) in (list, dict):
-        yield path
-        for key, part in entries_of(value):
-            yield from _containers_in(part, f"{path}[{key!r}]")
-
-
-def _is_cyclic(value: Any, around: frozenset[int] = frozenset()) -> bool:
-    """Whether a list or dictionary is in itself."""
-    if type(value) not in (list, dict):
-        return False
-    inside = around | {id(value)}
-    return id(value) in around or any(_is_cyclic(part, inside) for _, part in entries_of(value))
 
 
 def _may_change(expected: Any) -> bool:
@@ -183,9 +151,8 @@ class Guards:
         results: Results | None = None,
     ) -> None:
         ignored = tuple(ignore)
-        renewed = reach.renewed
         checks = [
-            _SpaceCheck(place.space, ignored, renewed)
+            _SpaceCheck(place.space, ignored)
             for place in reach.places
             if place.guarded
             and not place.space.is_immutable
@@ -237,7 +204,7 @@ class Guards:
             for place in reach.places
             if isinstance(place.space, FrozenSpace)
             and place.space.places
-            and _may_change(_expected(place.space.now(), renewed))
+            and _may_change(_expected(place.space.now()))
             and not is_under(place.space.path, ignored)
         ]
         """Containers in whose place others may be from call to call."""
@@ -269,18 +236,6 @@ class Guards:
             or self._results.failure()
         )
 
-    def exchanged(self) -> set[str]:
-        """Paths of the lists and dictionaries in whose place there are others now, with those in
-        them.
-        """
-        return {
-            path
-            for check in self._checks()
-            for key, expected in check.expected
-            if type(expected) in (list, dict, _Form)
-            for path in _exchanged(expected, check.space.get(key), check.space.label(key))
-        }
-
     def sizes(self) -> tuple[int, int, int]:
         """How many Python values, tensors (by their metadata), and switches of PyTorch are
         compared.
@@ -301,21 +256,6 @@ class Guards:
     def object_place_of(self, value: object) -> int:
         """The place of an object or container among all guarded ones, in a fixed order, or -1."""
         return self._object_places.get(id(value), -1)
-
-    def holds(self, container: object) -> bool:
-        """Whether a list or dictionary is part of the state, whether it is guarded or live."""
-        live = (
-            part
-            for optimizer in self._optimizers
-            for part in (
-                optimizer.param_groups,
-                *optimizer.param_groups,
-                *(group["params"] for group in optimizer.param_groups),
-                optimizer.state,
-                *optimizer.state.values(),
-            )
-        )
-        return self.object_place_of(container) >= 0 or any(part is container for part in live)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor among all guarded ones, in a fixed order, or -1."""
@@ -448,13 +388,11 @@ class _SpaceCheck:
 
     __slots__ = ("expected", "ignored", "is_quick", "space")
 
-    def __init__(
-        self, space: Space, ignored: tuple[str, ...], renewed: Collection[int] = ()
-    ) -> None:
+    def __init__(self, space: Space, ignored: tuple[str, ...]) -> None:
         self.space = space
         self.ignored = ignored
         self.expected: Items = []
-        self.rebase(renewed)
+        self.rebase()
         if isinstance(space, SetSpace):
             self.is_quick = type(space.holder) is set and not self.expected
         else:
@@ -468,9 +406,9 @@ class _SpaceCheck:
                 )
             )
 
-    def rebase(self, renewed: Collection[int] = ()) -> None:
+    def rebase(self) -> None:
         """Expect what is there now."""
-        self.expected = [(key, _expected(value, renewed)) for key, value in self.space.items()]
+        self.expected = [(key, _expected(value)) for key, value in self.space.items()]
 
     def failure(self) -> Misfit | None:
         space, items = self.space, self.space.items()
@@ -482,7 +420,9 @@ class _SpaceCheck:
             if not same(old, key):
                 break
             if not self._is_same(key, expected, value):
-                return changed(space.label(key), _show(expected), show(value))
+                found = changed(space.label(key), _show(expected), show(value))
+                found.is_exchanged = type(value) is type(expected) in (list, dict)
+                return found
         else:
             if len(items) == len(self.expected):
                 return None

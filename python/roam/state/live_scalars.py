@@ -4,8 +4,7 @@ A learning rate, an optimizer's step count, a loss scale: during capture each is
 `LiveInt`, whose arithmetic is recorded as calls of Python's own operators, in the order in which
 the user's code makes them, so that a run gives the very bits of eager. Any use that would bring the
 value itself into Python (an index, a key of a dictionary) raises `CaptureError`, since the plan
-would use the value of the capture for ever. A condition (`if x > 1`) becomes a computed guard, and
-a plain message (`print(x)`) an effect.
+would use the value of the capture for ever. A condition (`if x > 1`) becomes a computed guard.
 """
 
 from __future__ import annotations
@@ -288,16 +287,6 @@ def _rounded(self: Any, digits: Any = None) -> Any:
     return self.node.trace.scalar_call(round, (self, digits))
 
 
-def _text(function: Callable[..., str]) -> Callable[..., str]:
-    """A method that gives the text of the number: a mark for it, in what the step prints."""
-
-    def method(self: Any, *form: str) -> str:
-        mark = self.node.trace.text(self, function.__name__, *form)
-        return function(self.node._value(), *form) if mark is None else mark
-
-    return method
-
-
 def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
         if any(isinstance(other, _OTHERS) for other in others):
@@ -355,12 +344,11 @@ _ARITHMETIC: dict[str, Any] = {
     **{
         f"__{name}__": _of_value(function)
         for name, function in {
-            "index": operator.index, "hash": hash, "float": float, "int": int,
+            "index": operator.index, "hash": hash, "float": float, "int": int, "repr": repr, "str": str, "format": format,
         }.items()
     },
     **{f"__{function.__name__}__": _integer(function) for function in ROUNDING},
     "__round__": _rounded,
-    **{f"__{function.__name__}__": _text(function) for function in (repr, str, format)},
     **{
         f"__{name}__": _comparison(function)
         for name, function in {

@@ -24,12 +24,9 @@ class Policy(IntEnum):
     anything else has to be as it was."""
     COUNTED = 3
     """A number that the step changes: each run reads it anew, and leaves another one."""
-    FORM = 4
-    """A list or dictionary in whose place the step or its caller puts another of the same form:
-    the tensors in it are read anew."""
-    APPENDED = 5
+    APPENDED = 4
     """A list to which the step only adds: each run adds to it, and nobody looks into it."""
-    FIXED = 6
+    FIXED = 5
     """It has to be as it was, since a policy below has turned out to be wrong."""
 
 

@@ -11,7 +11,6 @@ import torch
 
 from roam.errors import CaptureError
 from roam.state.attribute_reads import Edge, Reads
-from roam.state.containers import RenewedSpace
 from roam.state.growing_lists import Growing
 from roam.state.spaces import Space, is_under
 
@@ -111,13 +110,6 @@ class Reach:
         self.held_elsewhere: dict[int, CaptureError] = {}
         self.shared: list[Any] = []
         self.growing: list[Growing] = []
-
-    @property
-    def renewed(self) -> set[int]:
-        """Identities of the lists and dictionaries in whose place the step puts others."""
-        return {
-            id(place.space.now()) for place in self.places if isinstance(place.space, RenewedSpace)
-        }
 
     def looked_at(self) -> set[int]:
         """Identities of the values that the step can have got at, by what it has looked at."""

@@ -21,7 +21,6 @@ from roam.state.cached_results import forget_others, keys_of, tensors_in
 from roam.state.containers import (
     ArraySpace,
     MappingSpace,
-    RenewedSpace,
     SequenceSpace,
     SetSpace,
     entries_of,
@@ -30,7 +29,7 @@ from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_pla
 from roam.state.growing_lists import GrowingStandIn, has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
-from roam.state.nests import alike, leaves_of
+from roam.state.nests import alike
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Place, Reach
@@ -60,12 +59,6 @@ class Snapshot:
         self._reach = reach if leaves_others and len(sys._current_frames()) > 1 else None
         # An optimizer's hyper-parameters are a view of holders that are kept in their own right.
         places = [place for place in reach.places if not place.space.is_immutable]
-        self._renewed = reach.renewed
-        self._paths = {
-            id(place.space.holder): place.space.path
-            for place in places
-            if isinstance(place.space, (MappingSpace, SequenceSpace))
-        }
         self._holders = [(place, place.space.items()) for place in places]
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
@@ -131,9 +124,8 @@ class Snapshot:
 
     def following(self) -> dict[Policy, set[str]]:
         """The policies under which plans follow changes of which `moved` tells, each with the paths
-        of those places: of lists and deques that have got more at their end; of lists and
-        dictionaries that others have replaced, which differ from them only by tensors; of numbers
-        that others have replaced, such as counters and running sums.
+        of those places: of lists and deques that have got more at their end; of numbers that others
+        have replaced, such as counters and running sums.
         """
         grown = {
             place.space.path
@@ -142,13 +134,11 @@ class Snapshot:
             and type(place.space) is SequenceSpace
             and has_grown(place.space.holder, [value for _, value in items])
         }
-        others: list[Any] = []
         numbers = set()
         for place, items, _ in self._changed():
             may_be_set = type(place.space).set is not Space.set
             for key, old in items:
                 value = place.space.get(key)
-                others += _exchanged(old, value) or ()
                 if (
                     may_be_set
                     and key != OptimizerSpace.COUNT
@@ -156,27 +146,19 @@ class Snapshot:
                     and _is_number_after(old, value)
                 ):
                     numbers.add(place.space.label(key))
-        forms = {self._paths[id(other)] for other in others if id(other) in self._paths}
-        return {Policy.COUNTED: numbers, Policy.FORM: forms, Policy.APPENDED: grown}
+        return {Policy.COUNTED: numbers, Policy.APPENDED: grown}
 
     def lasting(self, policies: Policies) -> list[str]:
         """The changes that `moved` gives, without those that a plan can follow once it knows of
-        them: numbers that are not followed yet, and lists and dictionaries that differ from the
-        ones that they replace by tensors alone.
+        them: numbers that are not followed yet.
         """
         followed = policies.below(Policy.COUNTED, self.following()[Policy.COUNTED])
-        for place, items, _ in self._changed():
-            followed |= {
-                place.space.label(key)
-                for key, old in items
-                if _exchanged(old, place.space.get(key))
-            }
         return [reason for reason in self.moved() if place_of(reason) not in followed]
 
     def _changed(self) -> Iterator[tuple[Place, Items, list[str]]]:
         """What the guarded holders that have changed held, each with what `moved` says of it."""
         for place, items in self._own_holders():
-            if place.guarded and (changes := _changes(place, items, self._renewed)):
+            if place.guarded and (changes := _changes(place, items)):
                 yield place, items, changes
 
     def _looked_at(self) -> set[int] | None:
@@ -204,17 +186,9 @@ class Snapshot:
         if self._reach is None or looked_at is None:
             yield from self._holders
             return
-        renewing = {
-            id(space)
-            for place in self._reach.places
-            if isinstance(place.space, RenewedSpace)
-            for space, _ in place.space.places
-        }
         tensors = {id(fake): tensor for tensor, fake in fakes}
         for place, items in self._holders:
-            if place.owner is None and id(place.space) in renewing:
-                yield place, items
-            elif place.value is not None and place.value not in looked_at:
+            if place.value is not None and place.value not in looked_at:
                 now = place.space.items() if tensors else []
                 if any(_holds_fake(value, tensors) for _, value in now):
                     yield place, _with_tensors(place.space, now, items, tensors)
@@ -441,12 +415,8 @@ def _is_untouched(space: Space, items: Items) -> bool:
     )
 
 
-def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
-    """Readable differences between what a space held and what it holds.
-
-    Args:
-        renewed: identities of the lists and dictionaries in whose place others may be.
-    """
+def _changes(place: Place, items: Items) -> list[str]:
+    """Readable differences between what a space held and what it holds."""
     space = place.space
     if _is_untouched(space, items):
         return []
@@ -461,8 +431,7 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
     for stand_in in before | after:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
-        others = _exchanged(old, value) if place.guarded else None
-        if others is not None and all(id(other) in renewed for other in others):
+        if place.guarded and _differ_by_tensors(old, value):
             continue  # the user may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(_difference(space.label(key), old, value))
@@ -474,11 +443,13 @@ def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
 def _difference(path: str, old: Any, value: Any) -> str:
     if type(old) is type(value) and type(old) in (list, dict):
         kind = type(old).__name__
-        return Misfit(
+        found = Misfit(
             f"{path} is another {kind} than before; change the same {kind} (clear() empties it), or keep a tuple there; "
             "if it is a library's cache, delete it at the end of the step",
             path,
         )
+        found.is_exchanged = True
+        return found
     return changed(path, show(old), show(value))
 
 
@@ -487,31 +458,16 @@ def place_of(reason: str) -> str:
     return reason.place if isinstance(reason, Misfit) else reason
 
 
-def _exchanged(old: Any, value: Any) -> list[Any] | None:
-    """The lists and dictionaries that hold tensors and in whose place there is another one, of two
-    values that are equal except for tensors, also for tensors in tuples, lists and dictionaries;
-    None if the two differ in more.
-    """
+def _differ_by_tensors(old: Any, value: Any) -> bool:
+    """Whether two values are equal but for tensors, also in tuples."""
     if issubclass(type(old), torch.Tensor):
-        return [] if issubclass(type(value), torch.Tensor) else None
-    if type(old) is not type(value) or old is value:
-        return [] if same(old, value) else None
-    is_tuple = issubclass(type(old), tuple)
+        return issubclass(type(value), torch.Tensor)
+    if type(old) is not type(value) or old is value or not issubclass(type(old), tuple):
+        return same(old, value)
     before, after = entries_of(old), entries_of(value)
-    if not is_tuple and not any(map(_holds_tensor, before)):
-        return [] if same(old, value) else None
-    found = [] if is_tuple else [old]
-    for (key, one), (other, two) in zip(before, after, strict=False):
-        inner = _exchanged(one, two) if same(key, other) else None
-        if inner is None:
-            return None
-        found += inner
-    return found if len(before) == len(after) else None
-
-
-def _holds_tensor(item: tuple[Any, Any]) -> bool:
-    """Whether the value of an item is a tensor or holds one, in tuples, lists or dictionaries."""
-    return any(issubclass(type(leaf), torch.Tensor) for leaf in leaves_of(item[1]))
+    return len(before) == len(after) and all(
+        _differ_by_tensors(one, other) for (_, one), (_, other) in zip(before, after, strict=True)
+    )
 
 
 def _stand_in(key: Any) -> Any:

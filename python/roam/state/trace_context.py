@@ -40,9 +40,6 @@ class TraceContext(Protocol):
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Raises a `CaptureError` for code that needs the value of a number from `origin`."""
 
-    def text(self, number: Any, asks: str, form: str = "") -> str | None:
-        """A mark in the place of a number's text, if only a message shows the text; None if not."""
-
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records arithmetic on numbers that change from step to step."""
 

@@ -49,7 +49,7 @@ _NO_TRACER = (
 )
 _VALUE = "the value of a tensor reaches Python: answered by what a run has shown, or refused"
 _NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
-_MESSAGE = "what a step prints and logs is recorded, and each run gives it out"
+_MESSAGE = "a step that prints or logs is refused before it does, and runs beside its plan"
 _NO_MESSAGE = "a step prints while it is captured, and not in later calls"
 _GENERATOR = "what reads, seeds and sets random generators is recorded as calls"
 _NO_GENERATOR = "checkpointing draws another mask when it computes anew"
@@ -125,8 +125,8 @@ PATCHES: Final = (
           "a plan freezes what chance has decided at capture"),
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("print",), _MESSAGE, _NO_MESSAGE),
-    Patch("logging.Logger", ("debug", "info", "warning", "warn", "error", "critical", "fatal", "log", "exception"),
-          _MESSAGE, _NO_MESSAGE),
+    Patch("logging.Logger", ("_log", "handle"), _MESSAGE, _NO_MESSAGE),
+    Patch("logging.Logger", ("isEnabledFor",), "whether a logger takes messages is guarded", "a plan goes on in silence"),
     Patch("<the standard streams>", ("write",), _MESSAGE, _NO_MESSAGE),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),

@@ -24,8 +24,7 @@ from roam.program.effects import (
     SetPlain,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.changed_arguments import Left
-from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
+from roam.state.containers import ArraySpace, FrozenSpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
 from roam.state.nests import (
@@ -48,7 +47,6 @@ from roam.state.references import (
     is_filled,
     optimizer_references,
 )
-from roam.state.spaces import Items
 from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.private import (
     FakeTensor,
@@ -149,7 +147,6 @@ class Before:
         placed: what each place holds, by the identity of its reference.
         elsewhere: optimizers' state that belongs to no parameter.
         rates: numbers of optimizers' groups, in the order of their references.
-        renewed: lists and dictionaries that the step replaces.
         originals: the tensors, as autograd and Python see them.
         received: the arguments that are tensors.
     """
@@ -162,7 +159,6 @@ class Before:
     placed: dict[int, Any]
     elsewhere: tuple[Any, ...]
     rates: list[Any]
-    renewed: list[tuple[RenewedSpace, Any, Items]]
     originals: list[Original] = field(default_factory=list)
     received: Received = field(default_factory=list)
 
@@ -185,16 +181,15 @@ class Before:
             placed={id(reference): reference.get() for reference in fake_state.places},
             elsewhere=fake_state.state_elsewhere(),
             rates=[reference.get() for reference in fake_state.rates],
-            renewed=[
-                (space, space.now(), space.items())
-                for space in fake_state.tuples()
-                if isinstance(space, RenewedSpace)
-            ],
         )
 
 
 def record_endings(
-    fake_state: FakeState, recorder: Recorder, before: Before, arguments: Any, left: Left
+    fake_state: FakeState,
+    recorder: Recorder,
+    before: Before,
+    arguments: Any,
+    left: tuple[Any, list[list[Any]]],
 ) -> None:
     """Records in the program what a step that has been traced leaves.
 
@@ -203,7 +198,7 @@ def record_endings(
         recorder: of the step's operators.
         before: what was there before the step.
         arguments: of the step, with fakes.
-        left: what it returns, and has done to its arguments.
+        left: what it returns, and what it has added to each of the lists that grow.
 
     Raises:
         CaptureError: a plan could not leave the same.
@@ -214,7 +209,6 @@ def record_endings(
         if isinstance(reference, PlaceReference) and reference.get() is MISSING:
             raise _removed(reference)
     _check_tuples(fake_state, (arguments, left))
-    _check_renewed(before.renewed)
     _check_elsewhere(before.elsewhere, fake_state.state_elsewhere())
     recorder.finish()
     fake_state.regions.check()
@@ -223,7 +217,7 @@ def record_endings(
         _results(fake_state, recorder, left, arguments)
     _check_literals(fake_state, recorder)
     _keep_lists(before.plain)
-    _endings(fake_state, recorder, before.tensors, before.renewed)
+    _endings(fake_state, recorder, before.tensors)
     _argument_endings(recorder, before.received)
     _original_endings(fake_state, recorder, before.originals)
     _tied_endings(recorder, before.tensors, before.tied)
@@ -301,11 +295,8 @@ def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
 
 
 def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: Any) -> None:
-    """What the step returns, and has put among its arguments: tensors and live numbers by slot,
-    plain values as they are.
-
-    Args:
-        arguments: whose lists and dictionaries hold again what they did before the step.
+    """What the step returns, and adds to lists: tensors and live numbers by slot, plain values as
+    they are.
     """
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
     known = known_objects(fake_state)
@@ -315,8 +306,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
     lost = lost_attribute(result)
     if lost is not None:
         raise CaptureError(
-            f"the step returns a {type(lost.container).__name__}, or puts it in a list or dictionary among its arguments, that has "
-            f"{lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
+            f"the step returns a {type(lost.container).__name__}, or adds it to a list, that has {lost.fault}, and a plan would make one with the entries alone; return the value by itself, or in a dictionary "
             "(dict(x) has the entries)",
             code="container_attribute",
         )
@@ -374,8 +364,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             references.append(leaf)
         else:
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__}, or puts it in a list or dictionary among its arguments; it may "
-                "return tensors, numbers, the containers that torch.utils._pytree knows, and objects that it makes of these",
+                f"the step returns a {type(leaf).__name__}, or adds it to a list; it may return tensors, numbers, the containers that torch.utils._pytree knows, and objects that it makes of these",
                 code="result",
             )
         histories.append(history)
@@ -406,18 +395,14 @@ def _endings(
     fake_state: FakeState,
     recorder: Recorder,
     before: list[tuple[StateReference, Any]],
-    renewed: list[tuple[RenewedSpace, Any, Items]],
 ) -> None:
-    """Records what each reference holds after the step, if that is another tensor than before, or
-    the same tensor in another list or dictionary.
-    """
+    """Records what each reference holds after the step, if that is another tensor than before."""
     program = recorder.program
     program.effects += [
         MarkStepped(optimizer) for optimizer in fake_state.optimizers if was_step_called(optimizer)
     ]
     held = {reference.path: tensor for reference, tensor in before}
     now = {reference.path: reference for reference in fake_state.references()}
-    others = [space for space, container, _ in renewed if space.now() is not container]
     for reference, tensor in before:
         for part in _parts(tensor):
             recorder.leaving(part, reference.path)
@@ -429,8 +414,6 @@ def _endings(
     for path, reference in now.items():
         tensor = reference.get()
         if held.get(path) is tensor:
-            if isinstance(reference, PlaceReference) and reference.space in others:
-                _rebind(recorder, reference, tensor)
             continue
         _check_replaceable(recorder, reference, tensor)
         _rebind(recorder, reference, tensor)
@@ -499,23 +482,6 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
                 code="moved",
             )
         held.add(id(space.now()))
-
-
-def _check_renewed(before: list[tuple[RenewedSpace, Any, Items]]) -> None:
-    """Refuses a step that changes one of the lists and dictionaries that it replaces at other
-    times.
-    """
-    for space, held, items in before:
-        now = entries_of(held)
-        if len(now) != len(items) or not all(
-            key is old_key and value is old
-            for (key, value), (old_key, old) in zip(now, items, strict=True)
-        ):
-            raise CaptureError(
-                f"the step changes the {space.kind} at {space.path}, and in this or another call "
-                "puts another one in its place; let it do only one of these",
-                code="moved",
-            )
 
 
 def _tied_endings(
@@ -760,9 +726,7 @@ def known_objects(fake_state: FakeState) -> set[int]:
 
 def _known(fake_state: FakeState) -> set[int]:
     """Identities of the containers that the step reaches."""
-    places = (place.space for place in fake_state.reach.places)
-    renewed = (space for space in fake_state.tuples() if isinstance(space, RenewedSpace))
-    return {id(space.holder) for space in places} | {id(space.now()) for space in renewed}
+    return {id(place.space.holder) for place in fake_state.reach.places}
 
 
 def _containers(value: Any, *, opens: bool = False) -> Iterator[Any]:

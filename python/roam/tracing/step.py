@@ -244,13 +244,6 @@ class Known:
         opened = self.policies.below(Policy.FIXED, self.taker.opened)
         self.taker = replace(self.taker, opened=frozenset(opened))
 
-    def exchanged(self) -> set[str]:
-        """Paths of lists and dictionaries that have to be as they were, and in whose place earlier
-        captures find others now.
-        """
-        found = (path for guards in self.guards for path in guards.exchanged())
-        return self.policies.below(Policy.FORM, found)
-
     def share(self, program: Program) -> None:
         """Makes a trace that has just been recorded share what it can with the last one."""
         share(program, self.recorded)
@@ -424,8 +417,6 @@ def capture_step(
         known.regions.start()
         call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, sized)
         are_left: Callable[[], bool] | None = None
-        trusted = known.exchanged()
-        known.climb(Policy.FORM, trusted)
         doubted: tuple[Policies, CaptureError] | None = None
         """An error that a policy may have caused, and the policies with which it was raised."""
         try:
@@ -447,12 +438,11 @@ def capture_step(
                             known.climb(policy, places)
                     except CaptureError as error:
                         grown = known.policies.places(Policy.APPENDED)
-                        if trusted or (doubted is None and grown):
-                            # Maybe only because of what these policies put in the lists' places.
-                            if not trusted:
-                                doubted = known.policies.copy(), error
-                            known.climb(Policy.FIXED, trusted or grown)
-                            trusted, call.settled = set(), None
+                        if doubted is None and grown:
+                            # Maybe only because of what the policy puts in the lists' places.
+                            doubted = known.policies.copy(), error
+                            known.climb(Policy.FIXED, grown)
+                            call.settled = None
                             continue
                         if doubted is not None and doubted[1].code != error.code:
                             doubted = None  # the lists stay fixed
@@ -508,7 +498,6 @@ class _Call:
             self.kwargs,
             self.reads,
             [id(parts.value) for parts in taken.objects.values()],
-            policies.places(Policy.FORM),
             taken.closed,
             policies.places(Policy.APPENDED),
         )
@@ -743,7 +732,9 @@ def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> Captu
         f"the step changes Python state in a way that a plan cannot repeat: {reason}; {remedy}",
         code="moved",
     )
-    error.settles = MOST_SETTLING if may_settle else 0
+    if may_settle:  # what is exchanged once is rather exchanged at every call
+        is_exchanged = any(isinstance(one, Misfit) and one.is_exchanged for one in moved)
+        error.settles = 1 if is_exchanged else MOST_SETTLING
     return error
 
 

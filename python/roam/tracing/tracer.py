@@ -21,10 +21,8 @@ from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken, Taker
-from roam.state.changed_arguments import Arguments, Containers, Left
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
-from roam.state.messages import OUTLET, PATH, outline
 from roam.state.nests import joined, with_dicts_opened
 from roam.state.policies import Policy, Retrace
 from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
@@ -168,28 +166,20 @@ def trace(
             if fake_state.reach.has_reporters:
                 stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
-            containers = Containers((args, kwargs), fake_state.taker.closed)
             fake_state.regions.run_begins()
             try:
                 with fake_state.growing.watched():
                     result = _run(step, args, kwargs)
-            except CaptureError as error:
+            except CaptureError:
                 fake_state.regions.check_failure()
-                recorder.messages.check(error)
                 raise
-            recorder.messages.check()
-            fake_state.reliance.levels |= recorder.messages.levels
-            recorder.messages.check_clock(fake_state.reach.code, fake_state.reach.cells)
             reductions.check()
         fake_state.check_results()
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
-        left = _left(fake_state, recorder, containers, given, (args, kwargs), result)
-        made = recorder.program.result
-        made.growing = fake_state.growing.lists()
-        if recorder.messages.all:
-            made.growing.append((PATH, OUTLET))
-            made.messages = list(map(outline, recorder.messages.all))
+        _check_arguments(fake_state, given, args, kwargs)
+        recorder.program.result.growing = fake_state.growing.lists()
+        left = result, fake_state.growing.added()
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.end_histories(before.placed)
@@ -243,41 +233,27 @@ def _in_one_thread(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
         raise refusal
 
 
-def _left(
-    fake_state: FakeState,
-    recorder: Recorder,
-    containers: Containers,
-    given: Taken,
-    arguments: Arguments,
-    result: Any,
-) -> Left:
-    """What the step returns, and what it has done to lists and dictionaries among its arguments,
-    which are then as before.
-    """
+def _check_arguments(
+    fake_state: FakeState, given: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses a step that changes a container among its arguments."""
     with fake_state.classes_told():  # to users' functions that take nodes of the pytree apart
-        added = fake_state.growing.added()
-        if messages := recorder.messages.all:
-            added.append(messages)
-        left = containers.left(result, added)
-        taken = fake_state.taker.take(*arguments)
-    is_restored = taken.spec == given.spec and all(map(operator.is_, taken.leaves, given.leaves))
-    if left is None or not is_restored or (left.changes and fake_state.taker.opened):
+        taken = fake_state.taker.take(args, kwargs)
+    if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
         raise _closing(fake_state.taker)
-    return left
 
 
 def _closing(taker: Taker) -> Exception:
-    """What to raise where a step changes a container among its arguments in a way that
-    `changed_arguments` does not record, or an object that has been taken apart, or such an object
-    holds a container that is an argument too: a trace with whole objects, if any is taken apart.
+    """What to raise where a step changes a container among its arguments, or an object that has
+    been taken apart, or such an object holds a container that is an argument too: a trace with
+    whole objects, if any is taken apart.
     """
     if taker.opened:
         return Retrace({Policy.FIXED: taker.opened})
     return CaptureError(
-        "the step changes a container among its arguments that is neither a list nor a dictionary, or gives a "
-        "dictionary there a key that is not made of plain values; let it work on a copy",
+        "the step changes a container among its arguments, as batch.pop(key) does; let it work on a copy, as in dict(batch)",
         code="moved",
-    )  # fmt: skip
+    )
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -392,9 +368,9 @@ def _is_about_to_raise(error: BaseException) -> bool:
         # `contextlib` raises where the block that it throws an error into goes on.
         is_passed = is_own_file(code.co_filename) or names.get("__name__") == "contextlib"
         for one in () if is_passed else dis.get_instructions(code):
-            if one.offset <= frame.tb_lasti:
+            if one.offset < frame.tb_lasti:
                 continue
-            if one.opname == "RAISE_VARARGS":
+            if one.opname == "RAISE_VARARGS" and one.offset > frame.tb_lasti:
                 return True
             is_jump = one.opcode in (*dis.hasjrel, *dis.hasjabs)
             if is_jump or one.opname.startswith(("RETURN", "YIELD", "RERAISE")):

@@ -47,6 +47,7 @@ from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
 from roam.tracing.stand_ins.opened_files import open_stand_ins
+from roam.tracing.stand_ins.reporters import report_stand_ins, stream_stand_ins
 from roam.tracing.stand_ins.schedulers import called_later
 
 _state = threading.local()
@@ -274,7 +275,7 @@ def stand_ins_placed(
             fully_shard.stand_ins(recorder),
             custom_ops.collective_stand_ins(recorder),
             stand_ins(recorder, fake_state.mode),
-            recorder.messages.stand_ins(),
+            report_stand_ins(fake_state.reliance.levels, recorder),
         ):
             replace(holder, name, stand_in)
         replace(torch.utils.data.DataLoader, "__iter__", batches)
@@ -300,7 +301,7 @@ def stand_ins_placed(
         stack.enter_context(replaced(replacements))
         writes = [
             (stream, name, _in_trace(recorder, getattr(stream, name), stand_in))
-            for stream, name, stand_in in recorder.messages.stand_ins_of_streams()
+            for stream, name, stand_in in stream_stand_ins(recorder)
         ]
         stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
