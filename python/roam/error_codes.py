@@ -18,7 +18,7 @@ MEANINGS: Final[dict[str, dict[str, str]]] = {
         "autocast_cache": "Autocast is on around the step. Enter it inside, or pass `cache_enabled=False`.",
         "autograd_node": "It can reach a `grad_fn` from before it, a hooked or held node that accumulates a gradient, or a view made under `torch.no_grad()` that requires one. Detach it; hook tensors or modules.",
         "collective": "A collective or process group that a plan [cannot launch](../how-to/distributed.md#what-is-refused), or for which a `GraphModule` does not wait. Call it outside.",
-        "collective_branch": "A gradient scaler could skip a collective. Check outside.",
+        "collective_branch": "An assertion or a gradient scaler could skip a collective. Check outside.",
         "compiled_call": "A {term}`compiled region` takes or uses what [cannot be recorded](../how-to/compiled-blocks.md#what-is-not-recorded).",
         "compiled_cudagraphs": 'A compiled region uses CUDA graphs. Use `mode="max-autotune-no-cudagraphs"`.',
         "compiled_function": "`torch.compile` failed, or is of a PyTorch before 2.15. Call the original function.",

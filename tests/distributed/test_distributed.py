@@ -205,30 +205,24 @@ def test_collectives_of_a_part_of_the_ranks_have_eager_bits(ranks: Ranks) -> Non
     assert ranks.run(both, within_halves, small) == [[]] * 4
 
 
-class ReducingSGD(torch.optim.SGD):
-    """Brings the processes together itself."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                dist.all_reduce(parameter.grad)
-        return super().step(closure)
+def checking(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    dist.all_reduce(loss.detach())
+    if loss > 3:
+        raise ValueError("the loss is too large")
+    optimizer.step()
+    return loss
 
 
 @needs_2_15
-def test_a_scaler_that_may_skip_a_collective_is_refused(tmp_path: Any) -> None:
-    net, scaler = nn.Linear(4, 2), torch.amp.GradScaler("cpu")
-    optimizer = ReducingSGD(net.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        scaler.scale(net(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    with alone(tmp_path), pytest.raises(roam.CaptureError, match="decide differently") as caught:
-        roam.compile(step).plan(torch.ones(2, 4))
-    assert caught.value.code == "collective_branch"
+def test_a_check_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
+    with (
+        alone(tmp_path),
+        pytest.raises(roam.CaptureError, match="one rank could decide differently") as e,
+    ):
+        roam.compile(checking).plan(*small(), batch(0, 0))
+    assert e.value.code == "collective_branch"
+    assert "test_distributed.py" in e.value.source
 
 
 @contextmanager

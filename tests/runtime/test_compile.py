@@ -19,7 +19,6 @@ import torch
 
 import forked
 import roam
-from newer import needs_2_15
 from steps import Breaking, Net, adamw, batches, both, kernel_of
 from training import TRAININGS, assert_same_bits, plain_step, run, state_of, tensors_and_numbers
 
@@ -344,8 +343,6 @@ class TestExceptionsOfTheUsers:
 
         both(script)
 
-    @needs_2_15
-    @pytest.mark.auto
     def test_of_libraries_for_a_later_batch_are_those_of_the_plain_step(self) -> None:
         net = Net()
         optimizer = adamw(net)

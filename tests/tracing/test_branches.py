@@ -381,8 +381,6 @@ def test_both_ways_of_a_branch_have_plans() -> None:
     assert len(planned.plans) == 2
 
 
-@pytest.mark.auto
-@needs_2_15
 def test_a_run_that_raises_teaches_nothing() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
 

@@ -1,7 +1,12 @@
-"""Checks in a run: operators of PyTorch's check data, for example whether a matrix is singular. A
-plan takes for granted that these checks pass. If one fails, the run restores what it has written,
-and the user's own function runs instead, meets it again, and raises what eager PyTorch raises, or
-goes on in its `except`.
+"""Checks in a run: the step's code asks about a value that the step computes, and one answer ends
+in an error. The plan assumes the other.
+
+Only a run can find the answer. If it is not the assumed one, the run restores what it has written,
+and the user's own function runs instead.
+
+Operators of PyTorch check data as well, for example whether a matrix is singular. A plan takes for
+granted that these checks pass. If one fails, the user's own function meets it again, and raises
+what eager PyTorch raises, or goes on in its `except`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,24 @@ aten = torch.ops.aten
 
 
 class CheckFailed(Exception):
-    """What code of PyTorch's asks for is not so."""
+    """A check of the step's code does not pass."""
+
+
+def check(
+    value: Any, expected: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+) -> None:
+    """Raises `CheckFailed` if a value is not what the plan assumes, with the copies by which the
+    run's changes can be undone.
+
+    Args:
+        value: what the code asks about.
+        expected: its truth.
+        copies: what has been written to, each with a copy from before.
+    """
+    if bool(value) is not expected:
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        raise CheckFailed("a branch or check of the step has another outcome than in the plan")
 
 
 def holds(value: Any, expected: bool) -> None:

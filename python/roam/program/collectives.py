@@ -41,15 +41,22 @@ def sequences(program: Program, order: Iterable[int]) -> Sequences:
 def check_sequence(program: Program) -> None:
     """Refuses a program that launches collectives in some runs and not in others.
 
+    If a branch goes another way than in the plan, the run starts again by the step's own function.
+    It would launch collectives again that it has launched already, while other ranks go on.
+
     Raises:
-        CaptureError: a scaler may skip a collective (code ``collective_branch``).
+        CaptureError: it branches on a value, or a scaler may skip a collective (code
+            ``collective_branch``).
     """
     if not program.launches():
         return
     for call in program.calls:
-        if is_collective(call.target) and call.skip_if is not None:
+        if (call.is_check and not call.is_data_check) or (
+            is_collective(call.target) and call.skip_if is not None
+        ):
+            what = "branches on a value" if call.is_check else "may skip a collective"
             raise CaptureError(
-                f"{call.name} at {call.source}: the step calls collectives, and may skip one here; one "
+                f"{call.name} at {call.source}: the step calls collectives, and {what} here; one "
                 "rank could decide differently from another, and launch other collectives; use a "
                 "form that stays on tensors, such as torch.where, or do it outside of the step",
                 code="collective_branch",

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from roam.program.checks import check_data
+from roam.program.checks import check, check_data
 from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, has_no_gaps
 from roam.program.passes import reordered
 
@@ -39,7 +39,7 @@ def checks_first(program: Program) -> Program:
         return program
     # Where processes wait for each other, a run in which a check of data fails is not repeated.
     is_alone = not program.launches()
-    early = [index for index, call in enumerate(program.calls) if is_alone and call.is_check]
+    early = [index for index, call in enumerate(program.calls) if is_alone and call.is_data_check]
     return _with_copies(program, _order(program, early), frozenset(early))
 
 
@@ -183,6 +183,8 @@ def _begun_anew(program: Program) -> set[int]:
 
 def _holding(call: Call, copies: list[tuple[Ref, Ref]]) -> Call:
     """The check, changed so that it puts back what was written to if it fails."""
+    if call.target is check:
+        return replace(call, args=(*call.args[:2], copies))
     # An assertion that a CUDA device makes ends the process's use of it, whatever is put back.
     arguments = call.target, call.args, call.kwargs, copies
     return replace(call, target=check_data, args=arguments, kwargs={})

@@ -17,7 +17,7 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import UNKNOWN_LINE
-from roam.program.checks import DIVIDING, RAISING, SOUND
+from roam.program.checks import DATA_CHECKS, DIVIDING, RAISING, SOUND, check_data
 from roam.program.pages import Arrived, Fetch, Keep, Left, Put
 from roam.program.replay import Replay, generator_state
 from roam.program.tier import Load, Store
@@ -164,6 +164,11 @@ class Call:
         is_own = self.is_check or self.target in (assign_data, generator_state)
         package = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{package}.{self.target.__name__}"
+
+    @property
+    def is_data_check(self) -> bool:
+        """Whether it is a check of data that an operator of PyTorch's makes."""
+        return self.is_check and (self.target is check_data or self.target in DATA_CHECKS)
 
     def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, its generator's

@@ -18,7 +18,7 @@ from roam.errors import ExecutionError
 from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import copies
-from roam.program.checks import check_data
+from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
 from roam.program.effects import (
     AFTERWARDS,
@@ -797,7 +797,7 @@ class Runner:
         whatever the check's outcome.
         """
         program = self._program
-        copies = call.args[-1] if call.target is check_data else ()
+        copies = call.args[-1] if call.target in (check, check_data) and call.args[2:] else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
         storages |= {place for place, one in enumerate(program.storages) if one.is_begun_anew}
         return {

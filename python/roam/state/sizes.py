@@ -19,6 +19,8 @@ from typing import Any, Final, NoReturn, cast
 
 import torch
 
+from roam.state.shown_texts import is_unread
+
 _COMPARISONS: Final[dict[str, tuple[str, Callable[[Any, Any], bool]]]] = {
     "eq": ("==", operator.eq), "ne": ("!=", operator.ne), "lt": ("<", operator.lt),
     "le": ("<=", operator.le), "gt": (">", operator.gt), "ge": (">=", operator.ge),
@@ -641,7 +643,7 @@ class Expression:
         return repr(self.value)
 
     def _graph_repr(self) -> Any:
-        return self.guard_int()
+        return repr(self.value) if is_unread() else self.guard_int()
 
     # -- arithmetic
 

@@ -1552,6 +1552,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 C: Any = torch._C
 """PyTorch's functions in C++."""
 C_NN: Any = torch._C._nn
+assert_that: Any = torch._assert
 """Those of `torch.nn.functional`."""
 VF: Any = torch._VF
 """Functions of variables: recurrent layers and packed sequences."""
@@ -1591,6 +1592,7 @@ __all__ = [
     "allow_access",
     "aot_autograd",
     "as_written",
+    "assert_that",
     "attention_order",
     "backend_classes",
     "backend_name",

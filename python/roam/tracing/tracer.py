@@ -368,9 +368,9 @@ def _is_about_to_raise(error: BaseException) -> bool:
         # `contextlib` raises where the block that it throws an error into goes on.
         is_passed = is_own_file(code.co_filename) or names.get("__name__") == "contextlib"
         for one in () if is_passed else dis.get_instructions(code):
-            if one.offset < frame.tb_lasti:
+            if one.offset <= frame.tb_lasti:
                 continue
-            if one.opname == "RAISE_VARARGS" and one.offset > frame.tb_lasti:
+            if one.opname == "RAISE_VARARGS":
                 return True
             is_jump = one.opcode in (*dis.hasjrel, *dis.hasjabs)
             if is_jump or one.opname.startswith(("RETURN", "YIELD", "RERAISE")):

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.own_code import is_own_file
-from roam.program.checks import holds
+from roam.program.checks import check, holds
 from roam.program.ir import Call, ComputedGuard, Program, Ref, Source, ref_to
 from roam.state.equality import MISSING, is_numpy_float
 from roam.state.global_state import ANOMALY
@@ -35,6 +35,7 @@ from roam.torch_compat.private import (
 from roam.tracing.cuda_estimate import absent
 from roam.tracing.fake_kernels.cache import LIVE_FLOAT, LIVE_INT, FakeKernels
 from roam.tracing.fake_kernels.sized import recorded_number
+from roam.tracing.numbers.conditions import passing_answer
 from roam.tracing.numbers.dynamic_shapes import Decided, contents_of, shape_refusal
 from roam.tracing.numbers.rng import Watch
 from roam.tracing.numbers.scalar_guards import (
@@ -307,8 +308,8 @@ class Values(Slots):
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison, asked for again at every call; None if nobody can say."""
         slot = self.scalar_call(function, operands).node.slot
-        known: bool | None = self.known_value(slot, may_be_asked)
-        return known
+        known = self.known_value(slot, may_be_asked)
+        return self._checked(slot, *self.frames.here()) if known is None else known
 
     def _item(self, func: Any, tensor: Any) -> Any:
         phase, source = self.frames.here()
@@ -322,7 +323,7 @@ class Values(Slots):
         meta = self.program.slots[slot]
         assert meta is not None
         if meta.dtype is torch.bool:
-            return self._known_answer(slot, func, source)
+            return self._known_answer(slot, func, phase, source)
         if meta.dtype.is_complex:
             known = self.known_value(slot, _nothing)
             return self._refuse_value(slot, func, source) if known is None else known
@@ -346,19 +347,32 @@ class Values(Slots):
         self.program.calls.append(call)
         if func is aten.allclose.default and phase == "backward":
             # The gradient of `linalg.svd` asks, in C++, and raises an error where it is not so.
-            self._add_check(live.node.slot, phase, source)
+            self._add_check(live.node.slot, True, phase, source, holds)
             return True
-        return self._known_answer(live.node.slot, func, source)
+        return self._known_answer(live.node.slot, func, phase, source)
 
-    def _known_answer(self, slot: int, func: Any, source: Source) -> bool:
-        """A yes or no that Python asks for, known beforehand."""
+    def _known_answer(self, slot: int, func: Any, phase: str, source: Source) -> bool:
+        """A yes or no that Python asks for, known beforehand or taken for granted."""
         known = self.known_value(slot, may_be_asked)
+        if known is None:
+            known = self._checked(slot, phase, source)
         return self._refuse_value(slot, func, source) if known is None else bool(known)
 
-    def _add_check(self, slot: int, phase: str, source: Source) -> None:
-        """Has runs check that a value is true."""
+    def _checked(self, slot: int, phase: str, source: Source) -> bool | None:
+        """The answer with which a check in the step's code passes, which a plan takes for granted
+        and a run checks; None if the code goes on with either answer.
+        """
+        answer = passing_answer() if self._has_code else None
+        if answer is not None:
+            self._add_check(slot, answer, phase, source)
+        return answer
+
+    def _add_check(
+        self, slot: int, answer: bool, phase: str, source: Source, by: Callable[..., None] = check
+    ) -> None:
+        """Has runs check a value."""
         self.program.calls.append(
-            Call(holds, (Ref(slot), True), {}, (None,), False, phase, source, is_check=True)
+            Call(by, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
         )
 
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
@@ -498,7 +512,7 @@ class Values(Slots):
                 lambda func, *args: self._call(func, args, {}, call.phase, call.source)  # type: ignore[attr-defined]
             )
             slot = self._slot_of_argument(flag, call.target, call.source)
-            self._add_check(slot, call.phase, call.source)
+            self._add_check(slot, True, call.phase, call.source, holds)
         if answer is None:
             self.refuse_shape(call.name, call.source)
         with disable_current_modes():
