@@ -218,6 +218,31 @@ def test_a_budget_holds_at_every_call(name: str) -> None:
     assert max(peaks) <= limit_bytes
 
 
+def test_what_is_made_again_has_what_small_parameters_were() -> None:
+    """Kernels of a few numbers run where they stand, also those that update parameters."""
+    states = []
+    for memory in (None, "90%"):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(
+            x: torch.Tensor, y: torch.Tensor, net: Any = net, optimizer: Any = optimizer
+        ) -> Any:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            if all(torch.isfinite(one.grad).all() for one in net.parameters()):
+                optimizer.step()
+            return loss.detach()
+
+        call: Any = step if memory is None else roam.compile(step, python="beside", memory=memory)
+        found = [call(torch.randn(64, 8), torch.randint(0, 4, (64,))).clone() for _ in range(3)]
+        states.append([*found, *net.state_dict().values()])
+    for one, other in zip(*states, strict=True):
+        assert same_bits(one, other)
+
+
 AGAIN = (
     "printing", "branches", "numpy_and_lists", "checkpoints", "constrained_weights", "equal_values_of_which_numpy_changes_one",
 )  # fmt: skip

@@ -578,6 +578,8 @@ def test_tensors_in_the_list_are_those_of_the_state_the_arguments_and_the_result
     assert len({entry.data_ptr() for entry in log[1::4]}) == 3
 
 
+@needs_2_15
+@pytest.mark.auto
 def test_an_argument_that_is_added_is_the_call_s_own() -> None:
     model, optimizer = _model()
     seen: list[Any] = []

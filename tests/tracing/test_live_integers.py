@@ -65,12 +65,6 @@ def plans(loss_of: Loss) -> int:
     return count
 
 
-def shows(my: Any, x: torch.Tensor, it: int) -> Any:
-    if it % 5 == 0:
-        print(f"[{it:3d}] loss {my.squares(x).item():.4f}", it)
-    return my.squares(x)
-
-
 def warms_up(my: Any, x: torch.Tensor, it: int) -> Any:
     for group in my.optimizer.param_groups:
         group["lr"] = 0.01 * min(1.0, (it + 1) / 8)
@@ -99,7 +93,6 @@ def takes_attributes(my: Any, x: torch.Tensor, it: int) -> Any:
 
 
 FEW: Final[dict[str, Loss]] = {
-    "shown": shows,
     "warm-up": warms_up,
     "warm-up by a condition": warms_up_by_a_condition,
     "kept": keeps,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import roam
 from newer import needs_2_15
 from operators import op_db
-from roam.program.ir import Call, Ref, Source, TensorMeta
+from roam.program.ir import Ref, TensorMeta
 from roam.tracing.fake_kernels import cache as fake_cache
 from roam.tracing.fake_kernels.cache import FakeKernels, tensors_in
 from roam.tracing.fake_kernels.meta_corrections import bytes_at_least, without_masked
@@ -82,7 +82,7 @@ class Sweep(TorchDispatchMode):
         signatures = [self.kernels.signature(_meta(fake), fake) for fake in slots]
         with mode:
             result = self.kernels.run(func, given, tensors_in(given), recorded, signatures)
-        return without_masked(Call(func, (), {}, (), False, "", Source()), *given, result)
+        return without_masked(func, *given, result)
 
 
 def _meta(fake: Any) -> TensorMeta:

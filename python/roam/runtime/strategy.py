@@ -705,30 +705,34 @@ class _Chooser:
         self, cutter: Cutter, part_bytes: int, limit_bytes: int, most_s: float
     ) -> Choice | None:
         """A plan within a limit with parts of a size of some tensors; None if none is found that
-        takes less extra time than `most_s` seconds. It is found before cuts are tried, which takes
-        longer.
+        takes less extra time than `most_s` seconds.
         """
         for found in cutter.ways(part_bytes):
-            choice, lowering = self._way_by_tiles(found)
-            left_bytes = max(limit_bytes - choice.checks_bytes, 1)
-            if choice.total_bytes > left_bytes:
-                prepared = self._prepared(lowering, left_bytes)
-                try:
-                    choice = self._within(left_bytes, prepared, choice, self._pool)
-                except PlanError as error:
-                    if not error.code.startswith("memory_"):
-                        raise
-                    if error.least_bytes is not None:
-                        self._tiled_bytes.append(error.least_bytes)
-                    return None
-            choice = self._with_cuts(choice, found, lowering)
-            if _extra_s(choice) >= most_s:
+            choice = self._within_by_tiles(found, limit_bytes)
+            if choice is not None and _extra_s(choice) >= most_s:
                 return None
+            # A way that is too large may not be exact, and the next one takes less.
             with self._trying():
                 is_exact = cutter.is_exact(found)
             if is_exact:
                 return choice
         return None
+
+    def _within_by_tiles(self, found: Tiled, limit_bytes: int) -> Choice | None:
+        """A plan within a limit of a program with tiles; None if none is found."""
+        choice, lowering = self._way_by_tiles(found)
+        left_bytes = max(limit_bytes - choice.checks_bytes, 1)
+        if choice.total_bytes > left_bytes:
+            prepared = self._prepared(lowering, left_bytes)
+            try:
+                choice = self._within(left_bytes, prepared, choice, self._pool)
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
+                if error.least_bytes is not None:
+                    self._tiled_bytes.append(error.least_bytes)
+                return None
+        return self._with_cuts(choice, found, lowering)
 
     def _parts(
         self,

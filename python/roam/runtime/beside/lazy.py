@@ -185,6 +185,9 @@ class Lazy(Recorder):
         self._draws = False
         self._held: dict[int, torch.Tensor] = {}
         """Of storages that have memory and for which kernels wait: a tensor in each."""
+        self._behind: set[int] = set()
+        """Storages of which those are made, at some remove, that Python holds and that have no
+        memory."""
         self._written: dict[int, list[int]] = {}
         """For each storage, the entries that have written to it."""
         self._states: dict[int, torch.Tensor] = {}
@@ -359,22 +362,28 @@ class Lazy(Recorder):
     def _value(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """What an operator returns that gives Python a value, when it can."""
         stores = self._stores(entry)
-        written = {self.recording.slots[slot].storage for slot in entry.writes}
+        written = self._written_by(entry)
         if (
-            (stores & self._dirty or written & self._used)
+            (stores & self._dirty or written & (self._used | self._behind))
             or (self._draws and is_foreign(entry.func))
             or self._lacking(stores)
         ):
-            self.advance(stores)
+            self.advance(stores, written)
         self._allow(stores)
         return super()._run(entry, args, kwargs)
 
     def _alone(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         """What an operator returns that runs where it stands."""
         stores = self._stores(entry)
-        self.advance(stores)
+        self.advance(stores, self._written_by(entry))
         self._allow(stores)
         return super()._run(entry, args, kwargs)
+
+    def _written_by(self, entry: Entry) -> set[int]:
+        """The storages that an operator changes. One of others may change all that it is given."""
+        if is_foreign(entry.func):
+            return self._stores(entry)
+        return {self.recording.slots[slot].storage for slot in entry.writes}
 
     def _has_own_memory(self, entry: Entry) -> bool:
         """Whether nobody but PyTorch has the memory of what an operator uses: then it may wait."""
@@ -395,7 +404,7 @@ class Lazy(Recorder):
         return (
             not facts_of(entry.func).is_random
             and not stores & self._dirty
-            and not written & self._used
+            and not written & (self._used | self._behind)
             and all(
                 storages[slots[slot].storage].size_bytes <= SMALL_BYTES
                 and slots[slot].device.type == "cpu"
@@ -579,8 +588,8 @@ class Lazy(Recorder):
         number = self._numbers.get(storage_pointer(storage_of(tensor)))
         if number is None:
             return
-        if number in self._used or self._lacking({number}):
-            self.advance({number})
+        if number in self._used or number in self._behind or self._lacking({number}):
+            self.advance({number}, {number})
         self._allow({number})
 
     def threaded(self) -> None:
@@ -666,13 +675,18 @@ class Lazy(Recorder):
         }
         return alive - ours
 
-    def advance(self, asked: Collection[int] = (), *, is_end: bool = False) -> None:
-        """Runs what has been issued, and makes what is asked for."""
+    def advance(
+        self, asked: Collection[int] = (), written: Collection[int] = (), *, is_end: bool = False
+    ) -> None:
+        """Runs what has been issued, and makes what is asked for, and what is not kept and made of
+        storages that are about to be written to.
+        """
         if self.failure is not None or self._runs_now:
             return
         alive = self._alive()
         lacking = self._lacking(alive | self._used | set(asked))
         wanted = lacking & (alive if is_end else set(asked))
+        wanted |= self._made_of(lacking & alive, set(written))
         if not self._is_waiting and not wanted:
             return
         with self._kernels_run(), calls_unseen(), self._as_issued():
@@ -737,16 +751,19 @@ class Lazy(Recorder):
                     raise
                 continue
             lacking = (self._lacking(alive) | (freed | made) & alive) - kept
+            self._allow(set(self._forbidden))
+            behind = self._sources(lacking - (self._filled - freed))
             held = {
                 number: self._held[number]
                 if number in self._held
                 else tensor_in(self._storages[number].get(), slots[slot])
-                for number, slot in self._sources(lacking - (self._filled - freed)).items()
+                for number, slot in behind.items()
+                if storages[number].creator < 0
             }
             for number in freed:
                 self._free(number)
             self._execute(planned, draws)
-            self._held = held
+            self._held, self._behind = held, set(behind)
             return
 
     def _entries(self, needs: set[int], freed: set[int]) -> list[int]:
@@ -810,19 +827,18 @@ class Lazy(Recorder):
         }
 
     def _sources(self, numbers: Collection[int]) -> dict[int, int]:
-        """The storages from outside that these are made of, at some remove, each with a slot."""
+        """The storages that these are made of, at some remove, each with a slot."""
         recording = self.recording
         found: dict[int, int] = {}
-        left, seen = set(numbers), set(numbers)
+        left = set(numbers)
         while left:
             history = self._history(left.pop())
             for slot in (one for at in history for one in _given(recording.entries[at])):
                 number = recording.slots[slot].storage
-                if recording.storages[number].creator < 0:
+                if number not in found:
                     found[number] = slot
-                elif number not in seen:
-                    seen.add(number)
-                    left.add(number)
+                    if recording.storages[number].creator >= 0:
+                        left.add(number)
         return found
 
     def _made_again(self, *, now: bool) -> set[int]:
@@ -1049,7 +1065,6 @@ class Lazy(Recorder):
             storage = self._storages[meta.storage].get() if held is None else storage_of(held)
             return tensor_in(storage, meta)
 
-        self._allow(set(self._forbidden))
         with planned.executor.held():
             inputs = [value(slot) for slot in planned.inputs]
             self._held = {}
