@@ -25,6 +25,9 @@ from roam.program.tiling import SUMS, VIEWS, Member, Part, Tile, Tiled, makers_o
 _KIND, _BLOCKS_KIND = "cuts", "blocks"
 _ROUNDS = 2
 _MOST_ATTEMPTS = 32
+_KEPT = 8
+"""What a trial has made is kept for the next way to cut if it takes less than this part of the
+room."""
 _FEW = 64
 """Denormal elements of a tensor: arithmetic with these takes a hundred times longer."""
 _learned: dict[object, int] = {}
@@ -149,6 +152,8 @@ class Cutter:
                 learned = self._tried(found, keys)
                 _learned.update(learned)
                 retain(_KIND, learned, self._device)
+            if self._room_bytes is not None and _trial_bytes(found) * _KEPT > self._room_bytes:
+                self._trial = None  # the next way is planned first, which needs room too
         return not self._refuse(found, keys)
 
     def _refuse(self, found: Tiled, keys: Sequence[object]) -> bool:

@@ -4,6 +4,7 @@ out in.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -140,7 +141,12 @@ class Pool:
         if self.device.type == "cpu":
             give_back_freed()  # what earlier steps took from there lies in the pool now
         try:
-            self._storage.resize_(size_bytes)
+            try:
+                self._storage.resize_(size_bytes)
+            except RuntimeError:  # perhaps not without what planning has left, while it paused
+                gc.collect()
+                give_back_freed()
+                self._storage.resize_(size_bytes)
         except RuntimeError as error:
             raise ExecutionError(
                 f"there is no memory for a pool of {size_bytes:,} bytes on {self.device}; nothing has been changed. Free "
