@@ -47,6 +47,16 @@ def plain(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch
     return loss.detach()
 
 
+STEPS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, bool]]] = {
+    "clipped": (clipped, {"foreach": False}),
+    "foreach": (clipped, {"foreach": True}),
+    "fused": (clipped, {"fused": True}),
+    "plain": (plain, {"foreach": False}),
+    "amsgrad": (plain, {"foreach": False, "amsgrad": True}),
+}
+"""Steps, each with options of its optimizer."""
+
+
 def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
     state = [value for one in optimizer.state.values() for value in one.values()]
     return [one.detach().clone() for one in (*model.state_dict().values(), *state)]

@@ -20,6 +20,7 @@ from torch import nn
 
 import roam
 from paged_training import (
+    STEPS,
     WIDTH,
     batch,
     bits,
@@ -29,7 +30,6 @@ from paged_training import (
     paged,
     perceptron,
     persistent_bytes,
-    plain,
     trained,
 )  # fmt: skip
 from roam.program import paging
@@ -37,14 +37,6 @@ from roam.program.chunks import Folder
 from roam.program.pages import Pages, is_movable, is_paged
 from roam.runtime import available, strategy
 from training import assert_same_bits
-
-STEPS = {
-    "clipped": (clipped, {"foreach": False}),
-    "foreach": (clipped, {"foreach": True}),
-    "fused": (clipped, {"fused": True}),
-    "plain": (plain, {"foreach": False}),
-    "amsgrad": (plain, {"foreach": False, "amsgrad": True}),
-}
 
 
 @pytest.mark.sweep

@@ -22,17 +22,10 @@ import torch
 
 import killed_paging
 import roam
-from paged_training import batch, bits, clipped, load, paged, perceptron, plain, trained
+from paged_training import STEPS, batch, bits, clipped, load, paged, perceptron, trained
 from roam.program import copies
 from training import assert_same_bits
 
-STEPS = {
-    "clipped": (clipped, {"foreach": False}),
-    "foreach": (clipped, {"foreach": True}),
-    "fused": (clipped, {"fused": True}),
-    "plain": (plain, {"foreach": False}),
-    "amsgrad": (plain, {"foreach": False, "amsgrad": True}),
-}
 Copy = Callable[..., int]
 
 

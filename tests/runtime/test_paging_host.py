@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import roam
 from paged_training import (
+    STEPS,
     WIDTH,
     batch,
     bits,
@@ -29,7 +30,6 @@ from paged_training import (
     paged,
     perceptron,
     persistent_bytes,
-    plain,
     trained,
 )  # fmt: skip
 from roam.program import chunks, copies, offload
@@ -40,14 +40,7 @@ from roam.runtime.memory_report import StepMemory
 from roam.runtime.runner import Runner
 from training import assert_same_bits
 
-STEPS = {
-    "clipped": (clipped, {"foreach": False}),
-    "foreach": (clipped, {"foreach": True}),
-    "fused": (clipped, {"fused": True}),
-    "plain": (plain, {"foreach": False}),
-    "amsgrad": (plain, {"foreach": False, "amsgrad": True}),
-    "accumulating": (accumulating, {"foreach": False}),
-}
+HABITS = {**STEPS, "accumulating": (accumulating, {"foreach": False})}
 TIMINGS = ("early", "late", "random")
 
 
@@ -150,9 +143,9 @@ def streams(
 
 @pytest.mark.sweep
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", HABITS)
 def test_a_thread_copies_to_the_host_and_back(name: str) -> None:
-    function, options = STEPS[name]
+    function, options = HABITS[name]
     budget = limit() if function is not accumulating else int(1.2 * limit())
     made, step = perceptron(**options), paged("host", function, memory=budget)
     assert_same_bits(trained(function, perceptron(**options)), trained(step, made))
@@ -164,9 +157,9 @@ def test_a_thread_copies_to_the_host_and_back(name: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("streams", TIMINGS, indirect=True)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", HABITS)
 def test_streams_may_copy_at_any_time(name: str, streams: Streams) -> None:
-    function, options = STEPS[name]
+    function, options = HABITS[name]
     budget = limit() if function is not accumulating else int(1.2 * limit())
     step = paged("host", function, memory=budget, poison=True, pool=True)
     assert_same_bits(trained(function, perceptron(**options)), trained(step, perceptron(**options)))

@@ -3,10 +3,10 @@
 Before a plan runs for the first time, its rank writes to the store which collectives it launches,
 and waits until every other rank of the group has a plan with the same collectives. A plan for a
 range of sizes may exchange other numbers of elements in each run, and ranks need not have the same
-range; then what they exchange is compared without these numbers. Only new
-sequences of collectives are compared, so a rank that plans anew alone, for another shape, continues
-at once. A rank whose step fails writes the reason to the store; a rank that waits for others reads
-it from time to time.
+range; then what they exchange is compared without these numbers. A rank whose own Python runs
+beside its plan says so, and nobody waits for it. Only new sequences of collectives are compared, so
+a rank that plans anew alone, for another shape, continues at once. A rank whose step fails writes
+the reason to the store; a rank that waits for others reads it from time to time.
 """
 
 from __future__ import annotations

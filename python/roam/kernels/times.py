@@ -169,31 +169,28 @@ def _run_of(program: Program, call: Call, at: Placed | None) -> Callable[[], obj
 def _least_ns(run: Callable[[], object], device: torch.device) -> float:
     """Nanoseconds of the quickest of some runs after a first one, or of that if it takes long."""
     elapsed = _elapsed_cuda if device.type == "cuda" else _elapsed_cpu
-    told: object = None
-
-    def first() -> None:
-        nonlocal told
-        told = run()
-
-    taken = [elapsed(first)]
-    if taken[0] <= _LONG_NS or device.type != "cpu":
-        taken.clear()
+    first, told = elapsed(run)
+    taken: list[float] = []
+    if first > _LONG_NS and device.type == "cpu":
+        taken.append(first)
+    else:
         while len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH_NS:
-            taken.append(elapsed(run))
+            taken.append(elapsed(run)[0])
     return min(taken) * (told if isinstance(told, float) else 1)
 
 
-def _elapsed_cpu(run: Callable[[], object]) -> float:
+def _elapsed_cpu(run: Callable[[], object]) -> tuple[float, object]:
+    """Nanoseconds of a run, and what it returned."""
     start = time.perf_counter_ns()
-    run()
-    return time.perf_counter_ns() - start
+    told = run()
+    return time.perf_counter_ns() - start, told
 
 
-def _elapsed_cuda(run: Callable[[], object]) -> float:
-    """By the device's own clock."""
+def _elapsed_cuda(run: Callable[[], object]) -> tuple[float, object]:
+    """The same by the device's own clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    run()
+    told = run()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) * 1e6
+    return float(start.elapsed_time(end)) * 1e6, told

@@ -218,8 +218,8 @@ class Folder:
     def full(self, what: str, error: BaseException) -> ExecutionError:
         """What to raise where something has no room."""
         return ExecutionError(
-            f"there is no room for {what} in {self.path}: {error}. No value has been changed. Free "
-            "room there, or pass another folder (offload=)",
+            f"{self.path} cannot take {what}: {error}. No value has been changed. Free room there, or "
+            "pass another folder (offload=)",
             code="offload_room",
         )
 

@@ -711,7 +711,8 @@ class _Chooser:
             choice = self._within_by_tiles(found, limit_bytes)
             if choice is not None and _extra_s(choice) >= most_s:
                 return None
-            # A way that is too large may not be exact, and the next one takes less.
+            # A way for which there is no plan is tried too: if it is not exact, there may be a plan
+            # for the next one.
             with self._trying():
                 is_exact = cutter.is_exact(found)
             if is_exact:
@@ -1669,13 +1670,12 @@ def _place(offload: Path | Literal["host"], variant: Variant) -> Place:
         PlanError: not there, from the step's device.
     """
     device, is_host = variant.device, offload == HOST
-    if is_host == (device.type == "cuda"):
+    if device.type == ("cuda" if is_host else "cpu"):
         return place_of(offload, device)
-    other = (
-        "whose memory is the host's; pass a folder on a disk (offload=)"
-        if is_host
-        else 'and only tensors of the CPU lie in files; pass offload="host"'
-    )
+    other = {
+        "cpu": "whose memory is the host's; pass a folder on a disk (offload=)",
+        "cuda": 'and only tensors of the CPU lie in files; pass offload="host"',
+    }.get(device.type, "from where nothing can be offloaded; leave offload= out")
     raise PlanError(f"{variant.name} runs on {device}, {other}", code="offload_device")
 
 

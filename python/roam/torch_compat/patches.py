@@ -436,7 +436,7 @@ _standing: dict[tuple[int, str], list[_Put]] = {}
 """For each place in which something stands now, by the holder's identity and the name, what comes
 back, in the order in which it was put aside. Blocks of several threads may end in any order.
 """
-_places = threading.Lock()
+_places = threading.RLock()  # a finalizer may put something somewhere too
 
 
 def _put(holder: Any, name: str, value: Any) -> _Put:

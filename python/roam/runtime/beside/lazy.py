@@ -399,8 +399,7 @@ class Lazy(Recorder):
     def _is_small(self, entry: Entry, fakes: Any) -> bool:
         """Whether an operator is as small as those that run where they stand, and can."""
         slots, storages = self.recording.slots, self.recording.storages
-        stores = self._stores(entry)
-        written = {slots[slot].storage for slot in entry.writes}
+        stores, written = self._stores(entry), self._written_by(entry)
         return (
             not facts_of(entry.func).is_random
             and not stores & self._dirty

@@ -23,7 +23,11 @@ class Watching(Protocol):
     """Sees the operators of a step."""
 
     def unseen(self, what: str, code: str) -> None:
-        """Python is about to do what cannot be followed."""
+        """Python is about to do what cannot be followed.
+
+        Raises:
+            CaptureError, ExecutionError: it ends here.
+        """
 
     def unsettled(self, failed: CaptureError) -> None:
         """Nothing of this call is to be repeated; a later one may be."""
@@ -32,11 +36,13 @@ class Watching(Protocol):
 class _Reduced:
     """Reduces gradients by operators. The step does not wait before its backward pass has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, watching: Watching) -> None:
+        self._watching = watching
         self._working: list[Any] = []
 
     def refuse(self, message: str, *, code: str) -> NoReturn:
-        raise CaptureError(message, code=code)
+        self._watching.unseen(message, code)
+        raise AssertionError("what cannot be followed raises")
 
     def add_collective(self, target: Launch, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         work = target.start(outputs, inputs)
@@ -63,25 +69,18 @@ def reducing(watching: Watching) -> Iterator[None]:
     if not in_group():
         yield
         return
-    reduced = _Reduced()
+    reduced = _Reduced(watching)
     reductions = Reductions(reduced, lambda _: True)
     original: Callable[..., Any] = torch.nn.parallel.DistributedDataParallel.forward
 
     def forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if (reason := unsupported(ddp)) is not None:
-            watching.unseen(
-                f"a DistributedDataParallel has an option that plans do not support: {reason}; leave it out",
-                "ddp_option",
-            )  # fmt: skip
-        elif torch.is_grad_enabled() and buckets_of(ddp) is None:
-            # Only this backward pass decides in which buckets all later ones reduce gradients.
-            failed = CaptureError(
-                "the first step of a DistributedDataParallel", code="ddp_first_step"
-            )
-            failed.settles = 1
-            watching.unsettled(failed)
-        else:
+        is_first = unsupported(ddp) is None and torch.is_grad_enabled() and buckets_of(ddp) is None
+        if not is_first:
             return reductions.forward(ddp, *inputs, **kwargs)
+        # Only this backward pass decides in which buckets all later ones reduce gradients.
+        failed = CaptureError("the first step of a DistributedDataParallel", code="ddp_first_step")
+        failed.settles = 1
+        watching.unsettled(failed)
         return original(ddp, *inputs, **kwargs)
 
     with replaced(
