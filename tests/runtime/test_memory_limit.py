@@ -30,6 +30,7 @@ from roam.memory_limit import MemoryLimit
 from roam.program.lower import Lowering
 from roam.runtime import available, strategy, timings
 from roam.runtime.available import _STEPS, available_bytes, known_limit
+from roam.runtime.pool import Pool
 from steps import Recomputing, train
 from training import Training, assert_same_bits, run, tensors_and_numbers
 
@@ -185,6 +186,24 @@ def test_nonsense_is_refused_with_what_is_allowed(memory: Any) -> None:
 def test_several_streams_have_no_limit() -> None:
     with pytest.raises(ValueError, match="one stream"):
         roam.compile(lambda: None, memory="1GiB", streams=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+def test_what_the_limits_of_the_process_leave_is_what_the_device_has() -> None:
+    import resource
+
+    device, limits = torch.device("cpu"), resource.getrlimit(resource.RLIMIT_DATA)
+    room_bytes = 2**28
+    resource.setrlimit(resource.RLIMIT_DATA, (hard_limit.held_bytes() + room_bytes, limits[1]))
+    try:
+        free_bytes = available_bytes(device, 0)
+        may_search = strategy._may_search(device, 2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert free_bytes is not None
+    assert free_bytes <= room_bytes + Pool.of(device).nbytes
+    assert not may_search
+    assert strategy._may_search(device, 2**20)
 
 
 def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+if sys.platform == "linux":
+    import resource
 
 from roam.memory_limit import MemoryLimit
 from roam.runtime.pool import Pool
@@ -64,21 +68,35 @@ def available_bytes(device: torch.device, held_bytes: int) -> int | None:
         return free + unused + held_bytes + Pool.of(device).nbytes
     if device.type != "cpu":
         return None
-    free_bytes = min([*_free_in_groups(), *_free_in_system()], default=None)
+    free_bytes = min([*_free_in_groups(), *_free_in_system(), *_free_in_limits()], default=None)
     return None if free_bytes is None else free_bytes + held_bytes + Pool.of(device).nbytes
 
 
 def _free_in_system() -> Iterator[int]:
     """What processes may still take without swapping."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        yield int(found["MemAvailable"].split()[0]) * 1024
+        yield _told_bytes("/proc/meminfo", "MemAvailable")
     except (OSError, KeyError, ValueError):
         try:
             yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (AttributeError, OSError, ValueError):
             return
+
+
+def _free_in_limits() -> Iterator[int]:
+    """What the limits of the process leave it (`RLIMIT_DATA`, `RLIMIT_AS`)."""
+    if sys.platform != "linux":
+        return
+    for kind, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most, _ = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:
+            yield max(most - _told_bytes("/proc/self/status", name), 0)
+
+
+def _told_bytes(path: str, name: str) -> int:
+    """An amount of memory in a file that the system writes in kibibytes."""
+    found = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
+    return int(found[name].split()[0]) * 1024
 
 
 def _free_in_groups() -> Iterator[int]:

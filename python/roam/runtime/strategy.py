@@ -594,7 +594,8 @@ class _Chooser:
                 raise
             failure = error
         wants_less = best is None or _extra_share(best) > _LITTLE
-        if wants_less and self._may_cut and not self._has_many_sizes:
+        has_room = best is None or _may_search(self._variant.device, limit_bytes)
+        if wants_less and has_room and self._may_cut and not self._has_many_sizes:
             untried, self._untried = self._untried, None
             most_s = math.inf if best is None else _extra_s(best)
             by_tiles = self._tiled_within(limit_bytes, most_s)
@@ -1638,7 +1639,15 @@ class _Ran:
         return cls(expanded, copied_in, graph, plan)
 
 
+_SEARCH_BYTES = 2**28
+"""What a search for tiles may leave of the process's memory in pieces: some 100 MiB were seen."""
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _may_search(device: torch.device, limit_bytes: int) -> bool:
+    """Whether there is room for a search that is not needed, beside what the step may take."""
+    free_bytes = available_bytes(device, 0)
+    return free_bytes is None or free_bytes - limit_bytes > _SEARCH_BYTES
 
 
 def _is_paged(program: Program, held_bytes: int, limit_bytes: int) -> bool:
