@@ -118,6 +118,13 @@ def limit(name: str, budget_bytes: int) -> None:
         memory = int(1.5 * parameter_bytes(small[0]))
         trained(roam.compile(train_step, memory=memory, offload=folder), small, range(2))
     del small
+    # A library of kernels keeps a buffer as large as the largest product needs: MKL up to 16 MiB.
+    for wide in (WIDTH, 8 * WIDTH // 3, 4 * WIDTH):
+        inputs = torch.ones(TOKENS, WIDTH, requires_grad=True)
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, wide), torch.nn.Linear(wide, WIDTH))(
+            inputs
+        ).sum().backward()
+    del inputs
     gc.collect()
     most_bytes = hard_limit.held_bytes() + budget_bytes + OWN_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

@@ -23,6 +23,11 @@ import torch
 
 Work = Callable[[], None]
 
+_STACK_BYTES = 2**20
+"""Of the thread that copies, which calls little. The usual 8 MiB count as the process's own memory
+where the system limits that.
+"""
+
 
 class _Enqueued:
     """A copy that a stream makes; `streams` has those of the device, as `torch.cuda` does."""
@@ -75,7 +80,13 @@ class _Worker:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.queue: SimpleQueue[_Copy] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self.queue,), name="roam copies", daemon=True).start()
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(
+                target=_serve, args=(self.queue,), name="roam copies", daemon=True
+            ).start()
+        finally:
+            threading.stack_size(before)
 
 
 class _Begun(threading.local):
