@@ -79,6 +79,18 @@ def ways_table(record: Record) -> Table:
     )
 
 
+def growth_table(record: Record) -> Table:
+    """How much the process grows by one plan for all sizes, beside eager PyTorch, in MiB."""
+    rows = [row for row in rows_table(record).rows if row["way"] == "roam"]
+    columns = (
+        Column("family", lambda row: row["family"], right=False),
+        Column("growth, MiB", number("growth_bytes", "{:.0f}", _MIB)),
+        Column("of the pool", number("pool_growth_bytes", "{:.0f}", _MIB)),
+        Column("eager's growth", lambda row: f"{row['eager']['growth_bytes'] / _MIB:.0f}"),
+    )
+    return Table("Growth", columns, rows)
+
+
 def architectures_table(record: Record) -> Table:
     """Architectures that one plan does not hold for, and why."""
     return shapes_zoo.rows_table(record)
