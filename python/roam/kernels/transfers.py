@@ -9,6 +9,7 @@ lets wait, they are written so.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -108,6 +109,17 @@ def _waiting_share() -> float:
         return sum(int(Path("/proc/sys/vm", one).read_text()) for one in _WAITING) / 200
     except (OSError, ValueError):
         return 0.15
+
+
+def taken_share(device: torch.device) -> float:
+    """The share of a copy's time by which a thread that copies delays the step, and the step the
+    copy: where the step's threads use all processors, these are shared with one more.
+    """
+    if device.type != "cpu":
+        return 0.0
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return 1 / processors if torch.get_num_threads() >= processors else 0.0
 
 
 def block_ns(tier: Tier, room_bytes: int | None) -> int:

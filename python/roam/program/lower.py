@@ -323,20 +323,27 @@ class Lowering:
         }
         return result
 
-    def overlapping(self, room: Sequence[int], placed: Callable[[Call], WritesResults]) -> Lowering:
+    def overlapping(
+        self, room: Sequence[int], placed: Callable[[Call], WritesResults], taken: float
+    ) -> Lowering:
         """The same program, in its order, with tensors in files read and written beside the other
         calls.
 
         Args:
             room: for each call, how many bytes may be used while it runs beyond those that are.
             placed: how a call that reads a tensor writes its result.
+            taken: the share of a copy's time by which it and what runs beside it delay each other.
         """
         call_ns = self.graph(pool=False).times_ns.tolist()
         moves = set(self.moves)
         copy_ns = [one if index in moves else 0 for index, one in enumerate(call_ns)]
         found = with_overlap(self.program, overlapped(self.program, call_ns, copy_ns, room))
         result = self._with_more(found.program, found.calls, placed)
-        result._times |= dict.fromkeys(result.moves, 1) | found.stalls_ns
+        # Both delay each other alike, so what is over when stays as it is without. While the step
+        # waits, a copy delays nothing.
+        delays_ns = {index: copy_ns[found.calls[index]] * taken for index in result.moves}
+        delays_ns |= {index: ns * (1 - taken) for index, ns in found.stalls_ns.items()}
+        result._times |= {index: max(round(ns), 1) for index, ns in delays_ns.items()}
         return result
 
     def _with_more(

@@ -31,7 +31,7 @@ from roam.kernels.kept import recalled
 from roam.kernels.tiles import Cutter
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
-from roam.kernels.transfers import Link, placed_load
+from roam.kernels.transfers import Link, placed_load, taken_share
 from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program import residency
@@ -991,7 +991,7 @@ class _Chooser:
         pages = self._pages_of(lowering)
         found = self._resident(limit_bytes, lowering, pages, files, best, pool)
         if found is None:
-            plans = self._paging(limit_bytes, replace(best, pages=files), pool)
+            plans = self._paging(limit_bytes, replace(best, pages=files), pool, lowering)
             return plans.waiting(spread, 0, lowering, is_ordered=False), spread
         return found
 
@@ -1034,7 +1034,7 @@ class _Chooser:
         """A plan within a limit, in program order, in which pages are in memory so that a step
         moves few bytes; None if none is found.
         """
-        plans = self._paging(limit_bytes, replace(best, pages=files), pool)
+        plans = self._paging(limit_bytes, replace(best, pages=files), pool, lowering)
         numbers = [lowering.program.storage_of(page.slot) for page in pages]
         sizes = [page.size_bytes for page in pages]
         live = lowering.live_bytes(numbers)
@@ -1256,7 +1256,7 @@ class _Chooser:
             return choice
         listed = [int(index) for index in ran.plan.order]
         ordered = ran.lowering.expanded(listed)
-        plans = self._paging(limit_bytes, choice, self._pool)
+        plans = self._paging(limit_bytes, choice, self._pool, ordered)
         beside = plans.overlapped(_renumbered(choice, listed), ordered)
         found = [choice if beside.program is choice.program else beside]
         if offloaded is None and lowering.unpaged is not None and not self._is_late:
@@ -1265,8 +1265,10 @@ class _Chooser:
             found += [kept] if kept is not None else []
         return min(found, key=_extra_s)
 
-    def _paging(self, limit_bytes: int, best: Choice, pool: bool | None) -> _Paging:
-        """What plans steps with tensors in files as `best` says."""
+    def _paging(
+        self, limit_bytes: int, best: Choice, pool: bool | None, lowering: Lowering
+    ) -> _Paging:
+        """What plans a step with tensors in files as `best` says."""
         of = partial(
             Choice,
             eager_graph=best.eager_graph,
@@ -1277,7 +1279,10 @@ class _Chooser:
             totals=best.totals,
         )
         way = partial(self._best_way, pool=pool, eager_bytes=best.eager_bytes)
-        return _Paging(limit_bytes, of, way)
+        # Ranks that have to plan alike may have other processors.
+        is_measured = self._room_to_measure(lowering, limit_bytes) is not None
+        taken = taken_share(self._variant.device) if is_measured else 0.0
+        return _Paging(limit_bytes, of, way, taken)
 
     def _or(self, lowering: Lowering) -> str:
         """What else can be done where no plan keeps within a limit."""
@@ -1497,11 +1502,13 @@ class _Paging:
         limit_bytes: what it may take.
         of: makes the choice of a program, and of what `way` says of it.
         way: plans what was lowered.
+        taken: the share of the time of copies beside the step that they take from it.
     """
 
     limit_bytes: int
     of: partial[Choice]
     way: Callable[..., Choice]
+    taken: float
 
     def waiting(
         self, paged: Lowering, least_bytes: int, of: Lowering, *, is_ordered: bool
@@ -1535,7 +1542,7 @@ class _Paging:
         less_bytes = self.limit_bytes // _SPARE
         for _ in range(_MOST_TRIES):
             room = [self.limit_bytes + spare_bytes - one for one in live]
-            beside = paged.overlapping(room, placed_load)
+            beside = paged.overlapping(room, placed_load, self.taken)
             if beside.moved_s >= paged.moved_s:
                 break
             found = self._planned(beside, choice.least_moved_bytes, is_ordered=True)
