@@ -70,10 +70,6 @@ class Effect(ABC):
         """The same effect with other slots in `given`."""
         return self
 
-    def after(self, count: Callable[[int], int]) -> Effect:
-        """The same effect where `count` gives how many of so many first calls are left."""
-        return self
-
     def look_up(self, leaves: list[Any]) -> Any:
         """What a run has to find before it begins, for `apply`.
 
@@ -372,44 +368,6 @@ class SetSync(Effect):
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         self.module.require_forward_param_sync = self.is_synced
-
-
-AFTERWARDS: Final = 11
-"""Effects of this stage are applied in the caller's own modes, once all others are."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepScheduler(Effect):
-    """A scheduler's `step`, called inside the user's step and run for real after each run.
-
-    Attributes:
-        arguments: (args, kwargs) with a Ref for every tensor and live number.
-        position: how many calls came before it.
-    """
-
-    what = "schedulers"
-    stage = AFTERWARDS
-    scheduler: Any
-    path: str
-    arguments: Any
-    position: int
-
-    def key(self) -> Any:
-        return self.path, self.position
-
-    @property
-    def given(self) -> Any:
-        return self.arguments
-
-    def giving(self, given: Any) -> StepScheduler:
-        return replace(self, arguments=given)
-
-    def after(self, count: Callable[[int], int]) -> StepScheduler:
-        return replace(self, position=count(self.position))
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        args, kwargs = given
-        self.scheduler.step(*args, **kwargs)
 
 
 def rebound(program: Program) -> list[tuple[Any, int]]:

@@ -124,8 +124,6 @@ class Reads:
         self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
         """The own `__setattr__` and `__delattr__` of each class."""
         self._has_more = False
-        self._refusing: dict[int, Callable[[str], None]] = {}
-        """What is asked, for the rest of a trace, whether an attribute may be read."""
         self._beginnings = 0
         self.functions: list[tuple[str, Any]] = []
         """(path, function) of the user's functions that only a trace has found."""
@@ -302,13 +300,6 @@ class Reads:
             self.functions += new
             raise Retrace
 
-    def ask_before(self, value: object, may_read: Callable[[str], None]) -> None:
-        """For the rest of the trace: calls this with the name of each attribute of an object that
-        is about to be read.
-        """
-        if (key := self._keys.get(id(value))) is not None:
-            self._refusing[key] = may_read
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Notes what is read and set of the objects that the walks have met, by this thread and
@@ -319,7 +310,6 @@ class Reads:
             return
         self.is_traced = True
         self._set_now = set()
-        self._refusing = {}
         others = frozenset(sys._current_frames()) - {threading.get_ident()}
         plain_check: Any = inspect._check_instance  # type: ignore[attr-defined]
 
@@ -415,8 +405,6 @@ class Reads:
                 return
         if is_set or is_deleted:
             self._written.add((key, name))
-        elif key in self._refusing:
-            self._refusing[key](name)
         is_all = name in _ALL
         if is_all and sys._getframe(2).f_code in _ONE_NAME:
             return

@@ -87,7 +87,7 @@ from roam.state.namespaces import (
 )
 from roam.state.nests import is_user_dict, may_be_opened, visit
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
-from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
+from roam.state.optimizer_spaces import OptimizerSpace, ScalerSpace
 from roam.state.policies import Policy, Retrace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space, child
@@ -522,16 +522,13 @@ class _Walk:
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
             self.optimizers.append((value, path, self.edge))
-        elif issubclass(kind, _SCHEDULERS):
-            self._list(self.reach.schedulers, value, path)
-            self._live_object(value, path)
-            self._scheduler(value, path)
         elif issubclass(kind, torch.amp.GradScaler):
             self._list(self.reach.scalers, value, path)
             self._place(ScalerSpace(value, path), guarded=True)
-            own = (name for name in attributes_of(value) if name.startswith("_"))
+            attributes = attributes_of(value)
+            own = (name for name in attributes if name.startswith("_"))
             self._by_name(value, path).update(own)
-            self._live_object(value, path)
+            self._fill_live(MappingSpace(attributes, path, label=child), "state")
         elif issubclass(kind, torch.Generator):
             self._list(self.reach.generators, value, path)
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
@@ -656,6 +653,8 @@ class _Walk:
             if issubclass(kind, OPERATORS):  # which look things up when these are needed
                 self._by_name(value, path).update(attributes_of(value))
                 return
+            if issubclass(kind, _SCHEDULERS):
+                self._list(self.reach.schedulers, value, path)
             if (asking := reader_of(value)) is not None:
                 self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
                 self._place(ReadSpace(value, path, *asking))
@@ -781,31 +780,6 @@ class _Walk:
         was, self.is_guarding = self.is_guarding, False
         self._fill(space, kind)
         self.is_guarding = was
-
-    def _live_object(self, value: object, path: str) -> None:
-        """A scheduler or a scaler: its attributes change from step to step; its optimizer is
-        entered as an optimizer.
-        """
-        attributes = value.__dict__
-        self._fill_live(MappingSpace(attributes, path, label=child), "state")
-        for name, part in attributes.items():
-            if issubclass(type(part), torch.optim.Optimizer):
-                self.guarded.append((part, f"{path}.{name}", self.edge))
-
-    def _scheduler(self, scheduler: Any, path: str) -> None:
-        """Guard what the step itself reads of a scheduler. If its reads cannot be noted, nothing is
-        guarded, since nobody knows what its `step()` changes at every call.
-        """
-        attributes = scheduler.__dict__
-        key = self.reads.key_of(scheduler, attributes)
-        names = self.reads.names_of(key)
-        if names is None:
-            read = attributes.keys() if key is not None and self.reads.is_narrow else ()
-            self._by_name(scheduler, path).update(attributes)
-        else:
-            read = names
-        guarded = sorted(set(read) - {*SCHEDULER_COUNTERS, "step", "optimizer"})
-        self._fill(AttributesSpace(attributes, guarded, path, label=child), guarded=True, owner=key)
 
     def _partial(
         self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]
@@ -1174,7 +1148,6 @@ def _is_replaced(value: Any) -> bool:
             torch.nn.RNNBase,
             torch.optim.Optimizer,
             torch.amp.GradScaler,
-            *_SCHEDULERS,
         ),
     ) or (
         issubclass(kind, dict)

@@ -8,7 +8,7 @@ kind are fine.
 Plain values are compared by exact type and value, floats by their bits; containers by their
 entries; everything else by identity. Tensors that are not parameters are compared by their
 metadata, so that the user may replace them. Not guarded, because a compiled step reads them anew at
-every call: learning rates, schedulers, optimizer state, loss scales, gradients.
+every call: learning rates, optimizer state, loss scales, gradients.
 """
 
 from __future__ import annotations

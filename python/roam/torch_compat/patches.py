@@ -213,8 +213,8 @@ PATCHES: Final = (
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.utils._foreach_utils", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.amp.GradScaler", ("_lazy_init_scale_growth_tracker", "step", "_maybe_opt_step"), _SCALER, _NO_SCALER),
-    Patch("<schedulers of the step>", ("step", "last_epoch", "_step_count"),
-          "a scheduler's `step` is called after each run, on the real optimizer", "the learning rate never changes"),
+    Patch("<classes of schedulers>", ("step",), "a step that steps a scheduler is refused, and runs beside its plan",
+          "it is refused too, and the message names no remedy"),
     # Random generators.
     Patch("torch", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),
           _GENERATOR, _NO_GENERATOR),
@@ -280,7 +280,7 @@ PATCHES: Final = (
 """Everything that is replaced while a step is traced, watched or run."""
 
 USERS_GLOBALS: Final = "<globals of the user's functions>"
-SCHEDULERS: Final = "<schedulers of the step>"
+SCHEDULERS: Final = "<classes of schedulers>"
 STREAMS: Final = "<the standard streams>"
 REAL_OPTIMIZER: Final = "<the optimizer that `roam.parallelize` is given>"
 USERS_CLASSES: Final = "<classes of the user's objects>"

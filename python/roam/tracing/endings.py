@@ -63,7 +63,6 @@ from roam.tracing.fakes.gradient_history import give_history
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
-from roam.tracing.stand_ins.schedulers import check_schedulers
 
 OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
 """What to do about state that a plan cannot change."""
@@ -234,7 +233,6 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
-    check_schedulers(fake_state, recorder.program)
 
 
 def _removed(reference: StateReference) -> CaptureError:
@@ -637,7 +635,7 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
     program = recorder.program
     for reference in fake_state.rates:
         rate = reference.get()
-        if recorder.is_as_given(reference) or recorder.is_unknown(rate):
+        if recorder.is_as_given(reference):
             continue
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.effects.append(Rebind(reference, slot))

@@ -143,9 +143,7 @@ def trace(
         )
         with ExitStack() as stack:
             stack.enter_context(
-                stand_ins_placed(
-                    fake_state, recorder, frames, reductions, live_numbers=live_numbers
-                )
+                stand_ins_placed(fake_state, recorder, frames, reductions)
             )
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))

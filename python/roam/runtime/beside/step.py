@@ -46,9 +46,9 @@ from roam.tracing.source_location import Frames, calls_seen
 from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
-    "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
+    "moved", "value_reached_python", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
-    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
+    "optimizer_state", "scaler", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity", "optimizer",
     "optimizer_form", "nested_state", "generator_state", "rate", "argument_gradient",
     "collective", "collective_branch",

@@ -50,8 +50,6 @@ _REPLACED = (
     "the tensor was given other data where capture could not see it; write p.data = x in Python, "
     "or p.data.copy_(x)"
 )
-UNKNOWN = -1
-"""The slot of a number that cannot be known during the step."""
 
 
 class Places(Protocol):
@@ -188,11 +186,6 @@ class Slots:
             *((tensor, reference) for tensor, reference, _ in self.wholes.values()),
         ]
 
-    def is_unknown(self, value: Any) -> bool:
-        """Whether a number cannot be known during the step."""
-        node = node_of(value)
-        return node is not None and node.slot == UNKNOWN
-
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
         if self._results:
@@ -203,11 +196,6 @@ class Slots:
         node = node_of(value)
         if node is None or node.trace is not cast(TraceContext, self):
             return None
-        if node.slot == UNKNOWN:
-            self.refuse(
-                f"{node.origin} is not known until the step has run; use it outside of the step",
-                code="unknown_number",
-            )
         self.use_number(node.slot)
         return node.slot
 

@@ -47,7 +47,7 @@ from roam.tracing.numbers.scalar_guards import (
     may_decide,
 )
 from roam.tracing.recording.custom_ops import hands_on, is_mark
-from roam.tracing.recording.recorded_slots import UNKNOWN, Places, Slots
+from roam.tracing.recording.recorded_slots import Places, Slots
 from roam.tracing.source_location import is_run_by
 
 aten = torch.ops.aten
@@ -160,10 +160,6 @@ class Values(Slots):
             and node.slot in self._given
             and self._given[node.slot][0] is reference
         )
-
-    def unknown(self, origin: str) -> Any:
-        """A number that cannot be known during the step; any use of it is refused."""
-        return LiveNode(cast(TraceContext, self), UNKNOWN, False, origin).number()
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""

@@ -21,7 +21,7 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
+from roam.torch_compat.patches import SCHEDULERS, STREAMS, Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -48,7 +48,6 @@ from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
 from roam.tracing.stand_ins.opened_files import open_stand_ins
 from roam.tracing.stand_ins.reporters import report_stand_ins, stream_stand_ins
-from roam.tracing.stand_ins.schedulers import called_later
 
 _state = threading.local()
 
@@ -88,8 +87,6 @@ def stand_ins_placed(
     recorder: Recorder,
     frames: Frames,
     reductions: Reductions,
-    *,
-    live_numbers: bool,
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
@@ -211,6 +208,13 @@ def stand_ins_placed(
             )
         tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
 
+    def scheduled(scheduler: Any, *_: object, **__: object) -> None:
+        recorder.refuse(
+            f"the step calls step() of a {type(scheduler).__name__}, which sets other rates at each call; call it outside of "
+            "the step, between two calls",
+            code="moved",
+        )
+
     plain_reconstruct = copy._reconstruct  # type: ignore[attr-defined]
 
     def reconstruct(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +316,9 @@ def stand_ins_placed(
             is_class = isinstance(original, type)
             calling = only_calling(tables, fake_state.reach.code, name) if is_class else tables
             stack.enter_context(globals_added(calling, name, function))
-        stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
+        kinds = {type(scheduler) for _, scheduler in fake_state.reach.schedulers}
+        steps = [(kind, "step", _in_trace(recorder, kind.step, scheduled)) for kind in kinds]
+        stack.enter_context(replaced(steps, of=SCHEDULERS))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
 
