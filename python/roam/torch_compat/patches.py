@@ -146,7 +146,8 @@ PATCHES: Final = (
         ("torch.cuda.graphs.graph", ("__enter__",)),
     )),
     Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
-    Patch("<globals of the user's functions>", ("float", "int", "len"), _NUMBER, _NO_NUMBER),
+    Patch("<globals of the user's functions>", ("len",), "the length of a tensor may follow from a symbol",
+          "a step that asks for it needs a plan for each length"),
     # Kernels that PyTorch chooses by what a fake tensor cannot tell.
     Patch("torch._C._nn", ("cross_entropy_loss",), "by the number of ignored targets, C++ chooses other kernels",
           "the plan divides by another number than the eager step"),
