@@ -7,8 +7,8 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -90,8 +90,6 @@ class Values(Slots):
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
         self._has_code = has_code
-        self._carried: dict[float, tuple[Any, bool]] = {}
-        """Plain floats that stand for live numbers, and whether an operator has got one."""
         self._handed: dict[float, Any] = {}
         """Plain numbers that stand for live ones on their way to an operator of others."""
         self._slices = Slices(self.program)
@@ -209,35 +207,6 @@ class Values(Slots):
         )
         self._calculated[form] = live
         return live
-
-    @contextmanager
-    def carried(self, number: Any) -> Iterator[float]:
-        """A plain float for a block in which code in C++ hands the number on to one operator as it
-        is; the operator is recorded with the number itself.
-        """
-        # No two that are in use at once are the same.
-        place = len(self.program.slots) + len(self._carried)
-        carrier = math.ldexp(1.0 + place / 2**30, -900)
-        self._carried[carrier] = number, False
-        try:
-            yield carrier
-            if not self._carried[carrier][1]:
-                self.refuse(
-                    "a number that changes from call to call is given to a function that does not "
-                    "take it as it is; pass a constant, or calculate with tensors",
-                    code="value_reached_python",
-                )
-        finally:
-            del self._carried[carrier]
-
-    def _delivered(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An operator's arguments with the numbers that carriers among them stand for."""
-        found = list(args)
-        for place, value in enumerate(args):
-            if type(value) is float and value in self._carried:
-                found[place] = number = self._carried[value][0]
-                self._carried[value] = number, True
-        return tuple(found)
 
     def handed_on(self, number: Any) -> Any:
         """A plain number for code in C++ that asks for a live number's value to hand it on to an

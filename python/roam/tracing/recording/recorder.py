@@ -226,8 +226,6 @@ class Recorder(Values, TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=facts.is_random)
         if is_spread(func, args):
             return self._spread(*args)
-        if self._carried:
-            args = self._delivered(args)
         if looks_for_zeros(func):
             self.refuse(
                 "the gradient of prod, and of cumprod with create_graph=True, is computed in one of two ways, "
