@@ -421,12 +421,14 @@ class _SpaceCheck:
                 break
             if not self._is_same(key, expected, value):
                 found = changed(space.label(key), _show(expected), show(value))
-                found.is_exchanged = type(value) is type(expected) in (list, dict)
+                found.may_recur = type(value) is type(expected) in (list, dict, int, float)
                 return found
         else:
             if len(items) == len(self.expected):
                 return None
-        return self._key_change(items)
+        found = self._key_change(items)
+        found.may_recur = True
+        return found
 
     def expects_the_same(self, other: _SpaceCheck) -> bool:
         """Whether another check compares the same holder with the same contents, except for what

@@ -448,7 +448,7 @@ def _difference(path: str, old: Any, value: Any) -> str:
             "if it is a library's cache, delete it at the end of the step",
             path,
         )
-        found.is_exchanged = True
+        found.may_recur = True
         return found
     return changed(path, show(old), show(value))
 

@@ -733,7 +733,7 @@ def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> Captu
         code="moved",
     )
     if may_settle:  # what is exchanged once is rather exchanged at every call
-        is_exchanged = any(isinstance(one, Misfit) and one.is_exchanged for one in moved)
+        is_exchanged = any(isinstance(one, Misfit) and one.may_recur for one in moved)
         error.settles = 1 if is_exchanged else MOST_SETTLING
     return error
 
