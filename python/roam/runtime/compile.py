@@ -380,8 +380,8 @@ class Step:
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:
-        """Refuses a plan that only one value among the arguments or in the state asks for, as others
-        did before it, if the step can run beside a plan for all of them.
+        """Refuses a plan that only one value in the arguments or the state asks for, as others did
+        before it, if the step can run beside a plan for all of them.
         """
         if (
             (misfit.may_recur or misfit.place in self._known.taker.varied)

@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ import torch
 from roam.errors import CaptureError
 from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_of, module_of, mro_of
 from roam.state.equality import attributes_of
-from roam.state.library_code import is_library, names_of
-from roam.state.namespaces import slots_of
+from roam.state.library_code import is_library
 from roam.state.policies import Policies, Policy, Retrace
 from roam.torch_compat.patches import methods_added, replaced
 
@@ -67,7 +65,6 @@ _BEHIND: Final = frozenset(
     }
 )
 _SETTERS: Final = ("__setattr__", "__delattr__")
-_OBJECTS: Final = (object.__setattr__, object.__delattr__)
 CONSTRUCTORS: Final = ("__new__", "__init__", "__post_init__")
 """What runs when an object is made. It sets attributes of the new object, whose reads do not
 count.
@@ -122,7 +119,7 @@ class Reads:
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
         self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
-        """The own `__setattr__` and `__delattr__` of each class."""
+        """The `__setattr__` and `__delattr__` of each class."""
         self._has_more = False
         self._beginnings = 0
         self.functions: list[tuple[str, Any]] = []
@@ -330,61 +327,22 @@ class Reads:
     ) -> Iterator[tuple[str, Callable[..., Any]]]:
         """What a class is given for the time of a trace."""
         read, (write, delete), note = object.__getattribute__, self._classes[kind], self._note
-        is_own = not issubclass(kind, torch.nn.Module) and (write, delete) != _OBJECTS
-        if is_own:
-            write, delete = self._own(write, others), self._own(delete, others)
 
         def __getattribute__(self: Any, name: str) -> Any:
             note(self, name, others)
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            if not is_own:
-                note(self, name, others, is_set=True)
+            note(self, name, others, is_set=True)
             write(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:
-            if not is_own:
-                note(self, name, others, is_deleted=True)
+            note(self, name, others, is_deleted=True)
             delete(self, name)
 
         yield "__getattribute__", __getattribute__
         yield "__setattr__", __setattr__
         yield "__delattr__", __delattr__
-
-    def _own(self, change: Callable[..., None], others: frozenset[int]) -> Callable[..., None]:
-        """A class's own `__setattr__` or `__delattr__`. It may look at the attribute before it
-        changes it, so the attribute counts as read. If it changes others past the methods that note
-        it, all of the object's count as read.
-        """
-
-        def changes(value: Any, name: str, *new: Any) -> None:
-            if threading.get_ident() in others:
-                change(value, name, *new)
-                return
-            self._note(value, name, others, is_deleted=True)
-            held: dict[str, Any] = attributes_of(value)
-            before = dict(held)
-            change(value, name, *new)
-            key = self._keys.get(id(value), id(held))
-            if key not in self._reached or key in self._whole:
-                return
-            behind = {
-                other
-                for other in before.keys() | held.keys()
-                if other != name
-                and self._policies.of((key, other)) is not Policy.READ
-                and before.get(other, held) is not held.get(other, held)
-            }
-            if behind:
-                after = dict(held)
-                held.clear()
-                held.update(before)  # no snapshot may have what is to be restored
-                self._note(value, "__dict__", others)
-                held.clear()
-                held.update(after)
-
-        return changes
 
     def _note(
         self,
@@ -473,20 +431,9 @@ def is_watchable(kind: type) -> bool:
         return False  # its metaclass controls how attributes of the class are set
     if _definer(kind, "__getattribute__") is not object:
         return False
-    if issubclass(kind, torch.nn.Module):
-        return not is_library(module_of(kind)) and all(
-            _definer(kind, name) in (object, torch.nn.Module) for name in _SETTERS
-        )
-    setters = [dictionary_of(_definer(kind, name))[name] for name in _SETTERS]
-    return tuple(setters) == _OBJECTS or (not slots_of(kind) and all(map(_is_followed, setters)))
-
-
-def _is_followed(setter: Any) -> bool:
-    """Whether the methods that note reads see what a `__setattr__` or `__delattr__` reads."""
-    return setter in _OBJECTS or (
-        type(setter) is types.FunctionType
-        and names_of(setter.__code__)[1] & _BEHIND <= frozenset(_SETTERS)
-    )
+    if issubclass(kind, torch.nn.Module) and is_library(module_of(kind)):
+        return False
+    return all(_definer(kind, name) in (object, torch.nn.Module) for name in _SETTERS)
 
 
 def _definer(kind: type, name: str) -> type:
