@@ -22,6 +22,7 @@ import torch
 from roam.errors import CaptureError
 from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_of, module_of, mro_of
 from roam.state.equality import attributes_of
+from roam.state.growing_lists import appends_next
 from roam.state.library_code import is_library
 from roam.state.policies import Policies, Policy, Retrace
 from roam.torch_compat.patches import methods_added, replaced
@@ -118,6 +119,11 @@ class Reads:
         self._reached: set[int] = set()
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
+        self.appended: dict[Edge, tuple[bool, set[str]]] = {}
+        """The attributes that hold lists to which the step only adds, as far as is known, with
+        their paths; True for dictionaries of such lists."""
+        self.looked_into: set[str] = set()
+        """The paths of those lists that a trace has done something else with."""
         self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
         """The `__setattr__` and `__delattr__` of each class."""
         self._has_more = False
@@ -134,6 +140,7 @@ class Reads:
         self._known_before = self._policies.copy(), frozenset(self._whole)
         self._reached = set()
         self._has_more = False
+        self.appended, self.looked_into = {}, set()
 
     def key_of(self, value: object, attributes: dict[str, Any] | None) -> int | None:
         """The key of an object whose reads are noted; None if they cannot be. Objects that share
@@ -189,6 +196,10 @@ class Reads:
         if key is None:
             return name in self._names or (name.startswith("__") and name.endswith("__"))
         return self._policies.of(edge) is Policy.READ or key in self._whole
+
+    def is_whole(self, key: int) -> bool:
+        """Whether all attributes of an object count as read."""
+        return key in self._whole
 
     def may_have_changed(self, key: int, name: str, *, is_new: bool) -> bool:
         """Whether the traced thread may have given an attribute its value of now. `is_new`: it had
@@ -368,6 +379,8 @@ class Reads:
             return
         if is_all:
             is_new = self._is_whole_new(key)
+            held = (paths for (holder, _), (_, paths) in self.appended.items() if holder == key)
+            self.looked_into.update(*held)
             self._whole.add(key)
             self._held.discard(key)
         elif (key, name) in self._set_now and not is_deleted:
@@ -380,6 +393,9 @@ class Reads:
             self._set_now.add((key, name))
             self._names.add(name)
         else:
+            is_held, paths = self.appended.get((key, name), (False, set()))
+            if paths and not appends_next(sys._getframe(2), is_held=is_held):
+                self.looked_into |= paths
             is_new = self._is_new(key, name)
             self._policies.climb(Policy.READ, [(key, name)])
             self._names.add(name)

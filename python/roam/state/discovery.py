@@ -57,7 +57,7 @@ from roam.state.containers import (
 )
 from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain, members_in
 from roam.state.global_state import surrounding_code
-from roam.state.growing_lists import KINDS, Growing
+from roam.state.growing_lists import Growing, may_find, only_appends
 from roam.state.library_code import (
     asked_names,
     imports_of,
@@ -124,10 +124,8 @@ _WHILE_ENTERED: Final = frozenset(
     {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
 )
 """Attributes that only these contexts use, while they are entered."""
-_TAKE_STAND_INS: Final = (
-    AttributesSpace, CellSpace, ClassSpace, MappingSpace, NamesSpace, SequenceSpace, SlotsSpace
-)  # fmt: skip
-"""The spaces in which a stand-in can take the place of a list."""
+_DICTIONARIES: Final = (dict, defaultdict)
+"""Classes of what may hold lists that grow."""
 _MOST_SPACES: Final = 1_000_000
 # An attribute that holds more than this is left out until the step looks at it: data sets, replay
 # buffers.
@@ -163,7 +161,7 @@ def reach_of(
             attributes count as looked at.
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
         closed: identities of the containers among the arguments that are not taken apart.
-        growing: paths of the lists and deques to which the step only adds.
+        growing: paths of the lists to which the step only adds.
 
     Raises:
         CaptureError: if the function reaches so much that guarding it would cost more than the
@@ -208,7 +206,10 @@ class _Walk:
         self.closed = closed
         self.growing = growing
         self.grown: list[tuple[str, Any]] = []  # those of them that have been met
-        self.unplaced: set[int] = set()  # lists held where no other can be put
+        self.unplaced: set[int] = set()  # lists and dictionaries that are held otherwise
+        self.holding: defaultdict[int, list[tuple[Space, Any, Edge | None]]] = defaultdict(
+            list
+        )  # places of lists and dictionaries, and by which reads the step gets there
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
         self.tested: frozenset[str] = frozenset()  # names of classes that a function only tests
@@ -237,7 +238,7 @@ class _Walk:
         self.is_held = True
         self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
             list
-        )  # places of tuples, frozen sets, and what may grow
+        )  # places of tuples and frozen sets
         self.classes: set[int] = set()  # those whose attributes have been entered
         self.slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
 
@@ -286,37 +287,54 @@ class _Walk:
         ]
 
     def note_growing(self) -> None:
-        """Notes the lists that grow, with all places that hold them.
+        """Notes the lists that grow.
 
         Raises:
-            Retrace: one of them is held where no stand-in can be put in its place.
+            Retrace: the step may do more with one of them than to add to it.
         """
         if not self.grown:
             return
-        guarded = {id(place.space) for place in self.reach.places if place.guarded}
+        is_blind = any(may_find(code, names) for code, names in self.reach.code.items())
         entered = {id(place.space.holder) for place in self.reach.places}
-        cannot_grow: list[str] = []
+        others: list[str] = []
         for path, container in self.grown:
-            places = self.frozen[id(container)]
-            takes_others = all(
-                id(space) in guarded
-                and isinstance(space, _TAKE_STAND_INS)
-                and not space.is_immutable
-                and space.get(key) is container
-                for space, key in places
-            )
-            if (
-                places
-                and takes_others
-                and id(container) not in self.unplaced | entered
-                and id(container) not in self.given
-                and id(container) not in self.closed
-            ):
-                self.reach.growing.append(Growing(path, container, places))
-            else:
-                cannot_grow.append(path)
-        if cannot_grow:
-            raise Retrace({Policy.FIXED: cannot_grow})
+            if is_blind or id(container) in entered or not self._only_adds(path, container):
+                others.append(path)
+                continue
+            self.reach.growing.append(Growing(path, container))
+            self._place(SequenceSpace(container, path), guarded=False)
+        if others:
+            raise Retrace({Policy.FIXED: others})
+
+    def _only_adds(self, path: str, container: Any, *, is_held: bool = False) -> bool:
+        """Whether code takes a list out of all its places only to append to it, as far as can be
+        told before it runs; `is_held`: the same of a dictionary that has the list as an entry.
+        """
+        places = self.holding[id(container)]
+        known = (self.unplaced, self.given, self.closed)
+        return (
+            bool(places)
+            and not any(id(container) in others for others in known)
+            and all(self._adds_at(path, *place, is_held=is_held) for place in places)
+        )
+
+    def _adds_at(
+        self, path: str, space: Space, key: Any, edge: Edge | None, *, is_held: bool
+    ) -> bool:
+        code: list[types.CodeType] = []
+        if edge is not None:  # seen where the step reads the attribute
+            if edge[0] is None or self.reads.is_whole(edge[0]):
+                return False
+            self.reads.appended.setdefault(edge, (is_held, set()))[1].add(path)
+            return self.reads.appended[edge][0] is is_held
+        if type(space) is NamesSpace:
+            code = [one for one, names in self.reach.code.items() if names is space.holder]
+        elif type(space) is CellSpace:
+            key, cells = space.name, self.reach.cells.items()
+            code = [one for one, held in cells if any(cell is space.holder for cell in held)]
+        elif type(space) is MappingSpace and type(space.holder) in _DICTIONARIES and not is_held:
+            return self._only_adds(path, space.holder, is_held=True)
+        return bool(code) and all(only_appends(one, key, is_held=is_held) for one in code)
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at
@@ -438,10 +456,12 @@ class _Walk:
         if not is_plain(value):
             if issubclass(type(value), type) and not self._is_tested(place):
                 self._constructors(value)
-            may_grow = bool(self.growing) and type(value) in KINDS
-            if place is None and may_grow:
-                self.unplaced.add(id(value))
-            if place is not None and (may_grow or issubclass(type(value), (tuple, frozenset))):
+            if self.growing and type(value) in (list, *_DICTIONARIES):
+                if place is None:
+                    self.unplaced.add(id(value))
+                else:
+                    self.holding[id(value)].append((*place, self.needed))
+            if place is not None and issubclass(type(value), (tuple, frozenset)):
                 self.frozen[id(value)].append(place)
             self._link(value)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
@@ -516,7 +536,7 @@ class _Walk:
             return
         self.holder = None if _is_replaced(value) else id(value)
         self.reach.has_reporters |= is_reporter(value)
-        if kind in KINDS and path in self.growing:
+        if kind is list and path in self.growing:
             self.grown.append((path, value))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)

@@ -26,7 +26,7 @@ from roam.state.containers import (
     entries_of,
 )
 from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_plain, same, show
-from roam.state.growing_lists import GrowingStandIn, has_grown
+from roam.state.growing_lists import has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.nests import alike
@@ -124,7 +124,7 @@ class Snapshot:
 
     def following(self) -> dict[Policy, set[str]]:
         """The policies under which plans follow changes of which `moved` tells, each with the paths
-        of those places: of lists and deques that have got more at their end; of numbers that others
+        of those places: of lists that have got more at their end; of numbers that others
         have replaced, such as counters and running sums.
         """
         grown = {
@@ -251,7 +251,7 @@ class Snapshot:
             raise failures[0]
 
 
-_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt, GrowingStandIn)
+_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt)
 """What only capture puts in the place of another value."""
 
 

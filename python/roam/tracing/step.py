@@ -417,17 +417,13 @@ def capture_step(
         known.regions.start()
         call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, sized)
         are_left: Callable[[], bool] | None = None
-        doubted: tuple[Policies, CaptureError] | None = None
-        """An error that a policy may have caused, and the policies with which it was raised."""
         try:
             with marked_fakes() as are_left:
                 while True:
                     try:
                         # Captured as if all that the step sets were set, as it is next time.
                         with in_place(call.settings):
-                            captured = _captured(call)
-                            doubted = None
-                            return captured
+                            return _captured(call)
                     except Retrace as found:
                         if found.first is not None:
                             with in_place(call.settings):
@@ -437,25 +433,11 @@ def capture_step(
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
-                        grown = known.policies.places(Policy.APPENDED)
-                        if doubted is None and grown:
-                            # Maybe only because of what the policy puts in the lists' places.
-                            doubted = known.policies.copy(), error
-                            known.climb(Policy.FIXED, grown)
-                            call.settled = None
-                            continue
-                        if doubted is not None and doubted[1].code != error.code:
-                            doubted = None  # the lists stay fixed
-                        elif doubted is not None and doubted[1].settles and not error.settles:
-                            # The step can be captured with these lists once it has run.
-                            raise doubted[1] from None
                         if call.settled is not None and error.code == "step_raised":
                             # It was run with less than it leaves at once.
                             raise call.settled.refusal from error
                         raise
         finally:
-            if doubted is not None:
-                known.policies = doubted[0]
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -967,7 +949,6 @@ class _Tracer:
             yield _Faked(state, args, kwargs, Snapshot(self.reach, leaves_others=True), switches)
         finally:
             switches.restore()
-            state.growing.leave()
             snapshot.restore(state.fakes())
             state.leave()
 
@@ -990,9 +971,9 @@ class _Tracer:
                 live_numbers=live_numbers,
             )
         except CaptureError:
-            self._check_unread(faked.state, is_over=False)
+            self._check_unread()
             raise
-        self._check_unread(faked.state, is_over=True)
+        self._check_unread()
         if self.call.sized is None:  # of equal numbers only some may follow from symbols
             known.share(program)
         reads.check()
@@ -1037,18 +1018,17 @@ class _Tracer:
             return None
         return difference(first, later)
 
-    def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
+    def _check_unread(self) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
 
         Raises:
             Retrace: it may.
         """
-        read = fake_state.growing.read(is_over=is_over)
-        # Dynamo would look at what is in the lists' places.
-        if self.call.known.regions.used().calls:
+        read = self.reach.reads.looked_into
+        if self.call.known.regions.used().calls:  # by which instructions, nobody knows
             read = {growing.path for growing in self.reach.growing}
         if read:
-            raise Retrace({Policy.FIXED: read})
+            raise Retrace({Policy.FIXED: set(read)})
 
     def _lasting(self, faked: _Faked) -> list[str]:
         """What the step, run again on what the last trace has left, changes in Python state that no

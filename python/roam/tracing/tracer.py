@@ -142,9 +142,7 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(
-                stand_ins_placed(fake_state, recorder, frames, reductions)
-            )
+            stack.enter_context(stand_ins_placed(fake_state, recorder, frames, reductions))
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:
@@ -165,9 +163,9 @@ def trace(
                 stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
             fake_state.regions.run_begins()
+            grown = [(one, len(one.container)) for one in fake_state.reach.growing]
             try:
-                with fake_state.growing.watched():
-                    result = _run(step, args, kwargs)
+                result = _run(step, args, kwargs)
             except CaptureError:
                 fake_state.regions.check_failure()
                 raise
@@ -176,8 +174,10 @@ def trace(
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
         _check_arguments(fake_state, given, args, kwargs)
-        recorder.program.result.growing = fake_state.growing.lists()
-        left = result, fake_state.growing.added()
+        added = [(one, one.container[before:]) for one, before in grown]
+        added = [(one, values) for one, values in added if values]
+        recorder.program.result.growing = [(one.path, one.container) for one, _ in added]
+        left = result, [values for _, values in added]
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.end_histories(before.placed)

@@ -74,7 +74,6 @@ from roam.tracing.fakes.fake_mode import mode_of
 from roam.tracing.fakes.gradient_history import Refuse, is_ended, with_history
 from roam.tracing.fakes.own_classes import is_own_class
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.stand_ins.growing_lists import GrowingLists
 
 _UNCAPTURED = {
     torch.optim.LBFGS: (
@@ -128,7 +127,6 @@ class FakeState:
         """
         self.reach, self.lacking = reach, lacking
         self.integers = integers
-        self.growing = GrowingLists(reach.growing, reach.code)
         self.layouts, self.regions, self.reliance = layouts, regions, reliance
         self.policies, self.taker = policies, taker
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -290,7 +288,6 @@ class FakeState:
                     if _is_tensor(parameter)
                     else others[parameter]
                 )
-        self.growing.enter()
         encodings = {
             id(leaf): stand_in_for(leaf, self._refuse_encoding)
             for leaf in self.leaves
