@@ -69,7 +69,6 @@ from roam.state.library_code import (
     is_reporter,
     is_watcher,
     names_of,
-    tested_names,
     texts_of,
 )
 from roam.state.namespaces import (
@@ -212,7 +211,6 @@ class _Walk:
         )  # places of lists and dictionaries, and by which reads the step gets there
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
-        self.tested: frozenset[str] = frozenset()  # names of classes that a function only tests
         self.asks_seeds = False  # whether code names a generator's `initial_seed`
         self.made: set[int] = set()  # classes of which the step may make objects
         self.guarded: deque[_Item] = deque()
@@ -454,7 +452,7 @@ class _Walk:
             self._class_of_kind(type(member))
             self._dictionary(member, path)
         if not is_plain(value):
-            if issubclass(type(value), type) and not self._is_tested(place):
+            if issubclass(type(value), type):
                 self._constructors(value)
             if self.growing and type(value) in (list, *_DICTIONARIES):
                 if place is None:
@@ -812,7 +810,6 @@ class _Walk:
     def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
         of = "" if is_root else f" of {function.__qualname__}"
         self._place(FunctionSpace(function, path))
-        self.tested = tested_names(function.__code__)
         self.reach.code[function.__code__] = function.__globals__
         self.reach.cells[function.__code__] = function.__closure__ or ()
         code, defaults = function.__code__, function.__defaults__ or ()
@@ -828,16 +825,10 @@ class _Walk:
                 )
             )
         for space in _cells(function, of):
-            cell, name = space.holder, space.name
-            self._link(cell)
-            if self._is_new(cell):
-                with self._in(None if self.holder is None else cell):
+            self._link(space.holder)
+            if self._is_new(space.holder):
+                with self._in(None if self.holder is None else space.holder):
                     self._fill(space)
-                continue
-            [(_, held)] = space.items()
-            # The functions seen before may only have tested the class.
-            if issubclass(type(held), type) and name not in self.tested:
-                self._constructors(held)
         self._dictionary(function, path)
         self._globals(function, is_root)
 
@@ -990,14 +981,6 @@ class _Walk:
         if not is_library(module_of(kind)):
             queue = self.guarded if self.is_guarding else self.live
             queue.append((kind, qualname_of(kind), self.edge))
-
-    def _is_tested(self, place: tuple[Space, Any] | None) -> bool:
-        """Whether the function that is being entered makes no objects of the class at a place."""
-        return (
-            place is not None
-            and type(place[0]) in (NamesSpace, CellSpace)
-            and place[1] in self.tested
-        )
 
     def _constructors(self, kind: type) -> None:
         """Enter what runs if the step makes an object of a class that it names."""
