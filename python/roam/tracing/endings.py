@@ -28,7 +28,6 @@ from roam.state.containers import ArraySpace, FrozenSpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
 from roam.state.nests import (
-    alike,
     as_tuple,
     is_bare_ordered,
     lost_attribute,
@@ -215,7 +214,6 @@ def record_endings(
     with fake_state.classes_told():
         _results(fake_state, recorder, left, arguments)
     _check_literals(fake_state, recorder)
-    _keep_lists(before.plain)
     _endings(fake_state, recorder, before.tensors)
     _argument_endings(recorder, before.received)
     _original_endings(fake_state, recorder, before.originals)
@@ -792,34 +790,6 @@ def _nest(
     return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
 
 
-def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
-    """If the step replaces lists and dictionaries in an optimizer's state by others of the same
-    form, puts the contents of the new ones into the old ones.
-    """
-    lists = [
-        (reference, held, reference.get())
-        for reference, held in before
-        if type(held) in (list, dict)
-    ]
-    if len({id(now) for _, _, now in lists}) == len(lists):
-        for reference, held, now in lists:
-            if now is not held and alike(held, now, _are_alike, (list, dict)):
-                _refill(held, now)
-                reference.set(held)
-
-
-def _are_alike(held: Any, now: Any) -> bool:
-    return type(held) is type(now) and (issubclass(type(held), torch.Tensor) or same(held, now))
-
-
-def _refill(held: Any, now: Any) -> None:
-    for key, value in list(now.items() if type(now) is dict else enumerate(now)):
-        if type(value) in (list, dict):
-            _refill(held[key], value)
-        else:
-            held[key] = value
-
-
 def _plain_endings(
     fake_state: FakeState, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]
 ) -> None:
@@ -851,7 +821,8 @@ def _plain_endings(
                 "tensor or number under a key of its own",
                 code="optimizer_state",
             )
-            error.settles = MOST_SETTLING if type(value) in (list, dict) else 0
+            is_new = reference.path not in known
+            error.settles = MOST_SETTLING if is_new and type(value) in (list, dict) else 0
             raise error
         elif reference.path not in known and reference.path not in live:
             recorder.program.effects.append(SetPlain(reference, value))

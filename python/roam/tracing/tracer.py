@@ -23,7 +23,7 @@ from roam.program.ir import Program
 from roam.state.arguments import Taken, Taker
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
-from roam.state.nests import joined, with_dicts_opened
+from roam.state.nests import with_dicts_opened
 from roam.state.policies import Policy, Retrace
 from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
 from roam.state.wrappers import is_faked
@@ -440,4 +440,4 @@ def _own_arguments(
         with_dicts_opened(taken.put(leaves), closed),
         is_leaf=lambda value: issubclass(type(value), PackedSequence) or id(value) in closed,
     )
-    return *joined(made, fake_state.shared, closed), received
+    return *made, received

@@ -135,8 +135,12 @@ class FakeState:
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
         containers = containers_in((args, kwargs), self.taker.closed)
-        self.shared = pattern_of(containers)
-        """Which containers among the arguments are one and the same."""
+        if pattern_of(containers):
+            raise CaptureError(
+                "a list, dictionary or object is in two places of the step's arguments, and the trace would get two of them; pass a "
+                "copy in one of the places, as in dict(batch)",
+                code="wrapped_place",
+            )
         parts = {id(one) for parts in self.taken.objects.values() for one in parts.objects}
         self.shares_parts = not parts.isdisjoint(map(id, containers))
         """Whether one of them is also in an object that is taken apart, where it stays the same."""
