@@ -154,11 +154,6 @@ def trace(
             stack.enter_context(recorder)
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
-            stack.enter_context(
-                fake_state.reliance.environment_kept(
-                    lambda reason: recorder.refuse(reason, code="moved")
-                )
-            )
             if fake_state.reach.has_reporters:
                 stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
