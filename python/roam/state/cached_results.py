@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, Misfit, is_plain, same, same_elements
+from roam.state.equality import MISSING, is_plain, same, same_elements
 from roam.state.nests import alike
 from roam.state.spaces import Items, Space
 
@@ -140,8 +140,9 @@ def _table(cache: Any) -> dict[Any, Any] | None:
 
 def results_of(cache: Any) -> list[tuple[Any, Any]]:
     """The keys and results that a function keeps, of those results that may change or be exchanged:
-    they are no plain values, and no tensors or containers of tensors, which `Results` has. Nothing
-    of a function that keeps so many results that to look at them would take long.
+    they are no plain values, and no tensors or containers of tensors, of which a step that asks for
+    them is refused. Nothing of a function that keeps so many results that to look at them would
+    take long.
     """
     if cache.cache_info().currsize > _MOST_RESULTS:
         return []
@@ -204,25 +205,3 @@ def _have_same_contents(one: Any, other: Any) -> bool:
     """Whether two values are the same, or sets of the same."""
     is_set = type(one) is type(other) is set
     return same_elements(one, other) if is_set else same(one, other)
-
-
-class Results:
-    """The tensors that functions with a cache keep now."""
-
-    def __init__(self, caches: list[tuple[str, Any]]) -> None:
-        kept = [(path, cache, tensors_in(cache)) for path, cache in caches]
-        self._kept = [(path, cache, tensors) for path, cache, tensors in kept if tensors]
-        self.tensors = [tensor for _, _, tensors in self._kept for tensor in tensors]
-
-    def failure(self) -> Misfit | None:
-        """None while all of them are kept, else where one is not."""
-        for path, cache, tensors in self._kept:
-            if not {id(tensor) for tensor in tensors} <= {
-                id(tensor) for tensor in tensors_in(cache)
-            }:
-                return Misfit(f"{path} keeps other results than before")
-        return None
-
-    def is_among(self, other: Results) -> bool:
-        """Whether another keeps all of these."""
-        return {id(tensor) for tensor in self.tensors} <= {id(tensor) for tensor in other.tensors}

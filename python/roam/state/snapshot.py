@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.cached_results import forget_others, keys_of, tensors_in
+from roam.state.cached_results import forget_others, keys_of
 from roam.state.containers import (
     ArraySpace,
     MappingSpace,
@@ -63,7 +63,7 @@ class Snapshot:
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
         self._caches = [
-            (path, cache, cache.cache_info().misses, keys_of(cache)) for path, cache in reach.caches
+            (cache, cache.cache_info().misses, keys_of(cache)) for _, cache in reach.caches
         ]
         self._sources = random_sources(reach)
         self._held = [None] * (len(self._sources) - len(reach.random_sources)) + [
@@ -78,12 +78,6 @@ class Snapshot:
         """
         reasons = [reason for _, _, changes in self._changed() for reason in changes]
         reasons += [reason for state in self._tensors for reason in state.changes()]
-        reasons += [
-            f"{path} keeps another result with tensors"
-            for path, cache, misses, _ in self._caches
-            if cache.cache_info().misses != misses
-            and any(issubclass(type(tensor), FakeTensor) for tensor in tensors_in(cache))
-        ]
         with disable_current_modes():
             for number in self._own_sources():
                 name, read, _ = self._sources[number]
@@ -239,7 +233,7 @@ class Snapshot:
                 failures.append(error)
         for state in self._tensors:
             state.restore()
-        for _, cache, misses, keys in self._caches:
+        for cache, misses, keys in self._caches:
             if cache.cache_info().misses != misses:
                 forget_others(cache, keys)  # it may hold results made of fake tensors
         with disable_current_modes():

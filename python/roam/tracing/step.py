@@ -41,7 +41,6 @@ from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
 from roam.state.autograd_hooks import check_beneath
-from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
 from roam.state.equality import MISSING, Misfit
@@ -506,7 +505,7 @@ def _captured(call: _Call) -> CapturedStep:
         integers = live_integers(taken, args, kwargs, varied, known.policies)
     if integers and any(map(may_miss, reach.code)):
         integers = ()
-    reliance, results = Reliance(), Results(reach.caches)
+    reliance = Reliance()
     try:
         _refuse_unseen_state(reach)
         tracer = _Tracer(call, reach, reliance)
@@ -573,7 +572,6 @@ def _captured(call: _Call) -> CapturedStep:
             reach,
             [reference.path for reference in kept if reference.get() is not None],
             reliance.settled(reach),
-            results,
         )
     )
     received = {

@@ -93,7 +93,6 @@ def trace(
         fake_state.kernels,
         watch,
         fake_state.number_of,
-        fake_state.results,
         True,
         fake_state.sized,
     )
@@ -163,9 +162,10 @@ def trace(
                 result = _run(step, args, kwargs)
             except CaptureError:
                 fake_state.regions.check_failure()
+                fake_state.check_caches()
                 raise
             reductions.check()
-        fake_state.check_results()
+        fake_state.check_caches()
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
         _check_arguments(fake_state, given, args, kwargs)

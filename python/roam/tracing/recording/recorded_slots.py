@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -29,7 +29,6 @@ from roam.state.wrappers import checked_form, is_wrapper, parts_of
 from roam.torch_compat.private import (
     TENSOR_DATA,
     FakeTensor,
-    c_pointer,
     holds_mask,
     is_dtensor,
     layout_of,
@@ -80,7 +79,6 @@ class Slots:
         real_arguments: list[Any],
         kernels: FakeKernels,
         watch: Watch | None,
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None,
     ) -> None:
         self.program = Program()
         self.literals: list[tuple[torch.Tensor, int, Source]] = []
@@ -107,8 +105,6 @@ class Slots:
         """How often tensors have been given other data so far."""
         self._watch = watch
         self._reshaped: dict[int, tuple[ArgumentReference, int, FakeTensor]] = {}
-        self._results = {} if results is None else results
-        self._held: list[Any] = []
         self._bases: dict[int, Ref | None] = {}
         """For each storage whose memory has been given back, by its pointer: the slot that has all
         of the memory that was taken instead; None while none has been taken.
@@ -188,8 +184,6 @@ class Slots:
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
-        if self._results:
-            value = self._stand_in(value)
         if issubclass(type(value), torch.Tensor):
             tag = getattr(local_of(value), "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
@@ -214,22 +208,6 @@ class Slots:
         if self._on_number is not None:
             self._on_number(slot)
 
-    def _stand_in(self, value: Any) -> Any:
-        """The fake for a real tensor that the step has come by, which is then a constant; any other
-        value as it is.
-        """
-        if _identity(value) not in self._results:
-            return value
-        real, fake = self._results[_identity(value)]
-        is_known = getattr(fake, "_roam_slot", (None,))[0] is self
-        number = self._storage_numbers.get(c_pointer(fake.untyped_storage()))
-        if not is_known and all(
-            number != self.program.storage_of(slot) for _, slot in self.program.referenced
-        ):
-            self.add_constant(fake, real)
-            self._held.append(fake)
-        return fake
-
     def _fake(self, value: Any) -> Any:
         """The fake of a real tensor that the recorder has given out; anything else as it is."""
         return self._twins[id(value)][1] if id(value) in self._twins else value
@@ -242,13 +220,12 @@ class Slots:
             fake.as_strided_(meta.shape, meta.stride, meta.offset)
         self._reshaped.clear()
         given = (local_of(tensor) for tensor, _ in self._tagged.values())
-        for tensor in (*self._held, *given):
+        for tensor in given:
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot
         self._tagged.clear()
         self._ends.clear()
         self._twins.clear()
-        self._held.clear()
         self._joined.clear()
         self.wholes.clear()
         self._watch = (
@@ -484,7 +461,7 @@ class Slots:
         """The slot of a tensor that is at `place` after the step; one from before the step is
         itself, whatever its data is.
         """
-        tensor = self._fake(self._stand_in(tensor))
+        tensor = self._fake(tensor)
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -81,10 +81,9 @@ class Values(Slots):
         kernels: FakeKernels,
         watch: Watch | None,
         number_of: Callable[[Any], Any],
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None,
         has_code: bool,
     ) -> None:
-        super().__init__(frames, real_arguments, kernels, watch, results)
+        super().__init__(frames, real_arguments, kernels, watch)
         self.is_over = False
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}

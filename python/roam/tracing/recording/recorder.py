@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
@@ -105,7 +105,6 @@ class Recorder(Values, TorchDispatchMode):
         kernels: FakeKernels,
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
         has_code: bool = False,
         sized: SizedKernels | None = None,
     ) -> None:
@@ -117,8 +116,6 @@ class Recorder(Values, TorchDispatchMode):
             kernels: remembers across recordings what kernels make of fake tensors.
             watch: over random generators.
             number_of: the number that a reference's tensor is where a plan begins.
-            results: by identity, real tensors that the step may come by as they are, each with its
-                fake.
             has_code: whether code asks for values, whose checks a run may make; a graph that others
                 made has none.
             sized: what kernels make of tensors whose sizes follow from symbols; None if there are
@@ -127,7 +124,7 @@ class Recorder(Values, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._sized_kernels = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
-        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, has_code)
+        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, has_code)
         self._switches = KernelSwitches()
         self._told_next = _TOLD_FIRST
 
@@ -169,8 +166,6 @@ class Recorder(Values, TorchDispatchMode):
                 return func(*args, **kwargs)
         if self._twins:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        if self._results:
-            args, kwargs = mapped(self._stand_in, (args, kwargs))
         if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]

@@ -22,7 +22,7 @@ from roam.errors import CaptureError
 from roam.program.effects import rebound
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
-from roam.state.cached_results import Results, tensors_in
+from roam.state.cached_results import tensors_in
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
@@ -203,12 +203,12 @@ class FakeState:
             sized.enter(self.kernels, self.mode)
         self.maker = Maker()
         self.identities = Identities()
-        self.results: dict[int, tuple[torch.Tensor, Any]] = {}
-        """By identity, the tensors that functions with a cache keep, each with its fake; there is
-        no way to put the fakes in their place."""
-        self._told: list[tuple[str, Any, int]] = []
-        """(path, function, hits of its cache so far) of functions with a cache that keep tensors
-        which the step comes by in another way too."""
+        self._caches = [
+            (path, cache, cache.cache_info(), bool(tensors_in(cache)))
+            for path, cache in reach.caches
+        ]
+        """(path, function, what its cache said, whether it kept tensors) of functions with a
+        cache. Fakes cannot be put in the places of these tensors."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor
@@ -301,14 +301,6 @@ class FakeState:
             encodings[id(leaf)] if id(leaf) in encodings else self._fake(leaf)
             for leaf in self.leaves
         ]
-        kept = Results(self.reach.caches).tensors
-        placed = {id(real) for real in kept if id(real) in self._fakes}
-        self._told = [
-            (path, cache, cache.cache_info().hits)
-            for path, cache in (self.reach.caches if placed else ())
-            if any(id(real) in placed for real in tensors_in(cache))
-        ]
-        self.results = {id(real): (real, self._fake(real)) for real in kept if _is_result(real)}
         self.forget_values()
         return self.taken.put(leaves)
 
@@ -344,18 +336,22 @@ class FakeState:
         """What stands for a tensor."""
         return self._fake(tensor)
 
-    def check_results(self) -> None:
-        """After the step: refuses it if it was given a tensor by a function with a cache, while it
-        has a fake of the same tensor elsewhere. It would take the two for different ones.
+    def check_caches(self) -> None:
+        """After the step: refuses it if a function with a cache has given it a tensor that was kept
+        there, or has kept one of the trace's.
         """
-        for path, cache, hits in self._told:
-            if cache.cache_info().hits != hits:
+        for path, cache, before, kept_tensors in self._caches:
+            now = cache.cache_info()
+            is_given = kept_tensors and now.hits != before.hits
+            if is_given or (
+                now.misses != before.misses
+                and any(issubclass(type(tensor), FakeTensor) for tensor in tensors_in(cache))
+            ):
                 refuse(
                     path,
-                    "keeps a tensor in its functools.lru_cache that the step comes by in another "
-                    "way too, and capture would take the two for different tensors; leave out the "
-                    "cache",
-                    code="identity",
+                    "keeps tensors in its functools.lru_cache, which the trace cannot exchange for fakes; keep them as buffers or "
+                    "attributes, or leave out the cache",
+                    code="moved",
                 )
 
     def leave(self) -> None:
@@ -366,7 +362,6 @@ class FakeState:
             if isinstance(fake, torch.Tensor):
                 fake.grad = None
         self._fakes.clear()
-        self.results.clear()
         self.kernels.forget_fakes()
         self.maker.forget()
         if self.sized is not None:
@@ -795,12 +790,6 @@ def _places(reach: Reach) -> Iterator[PlaceReference]:
         kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
         yield PlaceReference(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
-
-
-def _is_result(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.layout is torch.strided
-    )
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
