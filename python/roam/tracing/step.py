@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -539,7 +539,6 @@ def _captured(call: _Call) -> CapturedStep:
             call.lacking |= without
             raise Retrace
     except CaptureError as error:
-        _name_metric(error, reach)
         reads.check()
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
@@ -716,20 +715,6 @@ def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> Captu
         is_exchanged = any(isinstance(one, Misfit) and one.may_recur for one in moved)
         error.settles = 1 if is_exchanged else MOST_SETTLING
     return error
-
-
-_METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
-
-
-def _name_metric(error: CaptureError, reach: Reach) -> None:
-    """Says what to do where a metric of torchmetrics is at fault, whose code no user changes."""
-    text = str(error)
-    for path, module in reach.modules:
-        is_metric = type(module).__module__.startswith("torchmetrics.")
-        is_at_fault = f"{path}." in text or "torchmetrics/" in (error.source or "")
-        if is_metric and is_at_fault and _METRIC not in text and "validate_args" not in text:
-            error.args = (f"{text}; {path} is of torchmetrics: {_METRIC}",)
-            return
 
 
 def _resized(program: Program) -> str | None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from roam.errors import MOST_SETTLING, UNKNOWN_LINE, CaptureError, ExecutionError
+from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
-from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken, Taker
@@ -48,13 +47,7 @@ from roam.tracing.numbers.rng import Watch
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import Frames, is_user_code, shown_path
 from roam.tracing.stand_ins.fake_state import FakeState
-from roam.tracing.stand_ins.function_stand_ins import (
-    OWN_BATCHES,
-    not_tracing,
-    stand_ins_placed,
-    tracing,
-)
-from roam.tracing.stand_ins.inner_tracers import refusal_of_tracer
+from roam.tracing.stand_ins.function_stand_ins import not_tracing, stand_ins_placed, tracing
 from roam.tracing.stand_ins.reporters import reports_refused
 
 
@@ -254,21 +247,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
-    except CaptureError as error:
-        if error.code == "value_reached_python" and _is_of_loader(error):
-            raise CaptureError(
-                f"the step goes through a DataLoader at {user_line(error)}, which decides in Python, by a number that a run draws or "
-                f"computes, what a batch is; {OWN_BATCHES}",
-                code="iterator", source=user_line(error),
-            ) from error  # fmt: skip
-        if error.code == "unknown_tensor" and (
-            refusal := refusal_of_tracer(error, user_line(error))
-        ):
-            raise refusal from error
-        if _is_about_to_raise(error):
-            error.settles = MOST_SETTLING
-        raise
-    except ExecutionError:  # if another rank has left
+    except (CaptureError, ExecutionError):  # the latter if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -286,8 +265,6 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
-        if (refusal := refusal_of_tracer(error, line)) is not None:
-            raise refusal from error
         settles = _is_raised_by_user(error)
         if not settles and (given := _GIVEN_AS_NUMBER.search(_text(error))) is not None:
             raise CaptureError(
@@ -334,14 +311,6 @@ def _refused_before(error: BaseException) -> CaptureError | None:
     return before
 
 
-def _is_of_loader(error: BaseException) -> bool:
-    """Whether an exception comes from PyTorch's loaders and samplers of data."""
-    names = (
-        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-    return any(name.startswith("torch.utils.data.") for name in names)
-
-
 def _is_raised_by_user(error: BaseException) -> bool:
     """Whether a statement of the user's own code, a `raise` or an `assert`, has raised this."""
     innermost = _innermost(error)
@@ -349,27 +318,6 @@ def _is_raised_by_user(error: BaseException) -> bool:
         return False
     operation = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     return dis.opname[operation] == "RAISE_VARARGS"
-
-
-def _is_about_to_raise(error: BaseException) -> bool:
-    """Whether code of the step that an exception has come through would have gone straight on to a
-    `raise`, for whose message it needed a value.
-    """
-    frame = error.__traceback__
-    while frame is not None:
-        code, names = frame.tb_frame.f_code, frame.tb_frame.f_globals
-        # `contextlib` raises where the block that it throws an error into goes on.
-        is_passed = is_own_file(code.co_filename) or names.get("__name__") == "contextlib"
-        for one in () if is_passed else dis.get_instructions(code):
-            if one.offset <= frame.tb_lasti:
-                continue
-            if one.opname == "RAISE_VARARGS":
-                return True
-            is_jump = one.opcode in (*dis.hasjrel, *dis.hasjabs)
-            if is_jump or one.opname.startswith(("RETURN", "YIELD", "RERAISE")):
-                break
-        frame = frame.tb_next
-    return False
 
 
 def _innermost(error: BaseException) -> TracebackType | None:

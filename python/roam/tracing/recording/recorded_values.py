@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,7 +47,6 @@ from roam.tracing.numbers.scalar_guards import (
 )
 from roam.tracing.recording.custom_ops import hands_on, is_mark
 from roam.tracing.recording.recorded_slots import Places, Slots
-from roam.tracing.source_location import is_run_by
 
 aten = torch.ops.aten
 
@@ -56,7 +54,11 @@ _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 _GIVE_INTEGERS = {int, nearest, *ROUNDING}
 _GIVE_PYTHONS = {float, *MATH.values(), *_GIVE_INTEGERS}
 """Functions that never give a `numpy.float64`, whatever they are given."""
-_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
+_STAYS = (
+    "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it outside; pass "
+    f"validate_args=False to a distribution; if chance decides, {CHANCE}"
+)
+"""What to do about a value that Python must not see."""
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
 
@@ -346,22 +348,14 @@ class Values(Slots):
             "and a plan would keep the number of the capture; write x.item() for float(x) where you only calculate; for an index "
             "v[k.view(1)]; for a size torch.where(torch.arange(len(x)) < k, x, 0); for a function that takes a float its formula "
             'by operators; to show it print(f"{x.item():.3f}"); or calculate the number outside of the step and pass it as an '
-            f"argument, of which each value gets a plan of its own; {LOOK_UP}; otherwise {self._remedy(slot)}",
+            f"argument, of which each value gets a plan of its own; {LOOK_UP}; otherwise {_STAYS}",
             code="value_reached_python",
         )
-
-    def _remedy(self, slot: int) -> str:
-        """What to do about a value that Python must not see."""
-        if is_run_by(_DISTRIBUTIONS):
-            return "pass validate_args=False to the distribution"
-        if self._slices.is_drawn(slot):
-            return CHANCE
-        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it outside"
 
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
             "Python uses the value of a tensor here, and a plan would keep the outcome of the "
-            f"capture; {self._remedy(slot)}",
+            f"capture; {_STAYS}",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 
@@ -446,14 +440,7 @@ class Values(Slots):
 
     def refuse_shape(self, operator: str, source: Source) -> NoReturn:
         """Refuses an operator if nobody can know its result's shape before the step runs."""
-        reason = shape_refusal(operator)
-        # The line is not the user's.
-        if "unique" in operator and "torchmetrics/functional/classification" in source.file:
-            reason = (
-                "the metric checks its arguments by it, and the shape of its result depends on what the step computes; make the "
-                "metric with validate_args=False"
-            )  # fmt: skip
-        self.refuse(reason, code="data_dependent", op=operator, source=source)
+        self.refuse(shape_refusal(operator), code="data_dependent", op=operator, source=source)
 
     def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
         """The results of a call whose shapes values decide, and the place and value of one of them,
