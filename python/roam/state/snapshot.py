@@ -306,8 +306,6 @@ def _with_tensors(space: Space, now: Items, before: Items, tensors: dict[int, An
         )
 
     values = [real(place, value) for place, (_, value) in enumerate(now)]
-    if isinstance(space, SetSpace):
-        return [(element, element) for element in values]
     return [(key, value) for (key, _), value in zip(now, values, strict=True)]
 
 
@@ -318,8 +316,6 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     parts, others = _frozen_parts(value), _frozen_parts(old)
     if type(value) is not type(old) or parts is None or others is None:
         return False
-    if issubclass(type(value), frozenset):
-        return {id(tensors.get(id(part), part)) for part in parts} == set(map(id, others))
     return len(parts) == len(others) and all(
         _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
     )

@@ -24,7 +24,7 @@ from roam.program.effects import (
     SetPlain,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.containers import ArraySpace, FrozenSpace, memory_of
+from roam.state.containers import ArraySpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
 from roam.state.nests import (
@@ -509,18 +509,7 @@ def _tied_endings(
 
 
 def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: torch.Tensor) -> None:
-    """Refuses another tensor in a parameter's place or in a frozen set, and one that requires a
-    gradient itself.
-    """
-    if (
-        isinstance(reference, PlaceReference)
-        and isinstance(reference.space, FrozenSpace)
-        and isinstance(reference.space.now(), frozenset)
-    ):
-        raise CaptureError(
-            f"the step puts another tensor at {reference.path}, in a frozen set; keep it in a list",
-            code="moved",
-        )
+    """Refuses another tensor in a parameter's place, and one that requires a gradient itself."""
     if (
         not isinstance(reference, (OptimizerReference, GradientReference))
         and reference.kind == "parameter"

@@ -9,7 +9,6 @@ hold fakes while it is traced. `FakeState` finds every state reference (see
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,7 +23,7 @@ from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
 from roam.state.cached_results import tensors_in
 from roam.state.code_guards import Reliance
-from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
+from roam.state.containers import FrozenSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
 from roam.state.metadata import gradient_dtype, storage_of
@@ -654,7 +653,7 @@ class FakeState:
                     path, "is a TorchScript module; pass the Python module", code="script_module"
                 )
         for place in self.places:
-            if not place.space.takes_others or not _keeps_order(place.space):
+            if not place.space.takes_others:
                 refuse(
                     place.path,
                     "is held where capture cannot put a fake tensor in its place; keep it in a list or as an attribute",
@@ -725,18 +724,6 @@ class FakeState:
 
 def _is_tensor(value: object) -> bool:
     return issubclass(type(value), torch.Tensor)
-
-
-def _keeps_order(space: Space) -> bool:
-    """Whether a new set, made from the elements in their present order, has them in the same
-    order.
-    """
-    if not isinstance(space, SetSpace) and not (
-        isinstance(space, FrozenSpace) and isinstance(space.now(), frozenset)
-    ):
-        return True
-    elements = [element for _, element in space.items()]
-    return all(map(operator.is_, set(elements), elements))
 
 
 def _held(references: Iterator[StateReference]) -> Iterator[tuple[StateReference, torch.Tensor]]:
