@@ -10,17 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-from roam.errors import ExecutionError
 from roam.program.ir import History, Joined, Program, Ref
 from roam.state.equality import MISSING, show
 from roam.state.freed_gradients import lacks, note_freed, note_reset
 from roam.state.nests import copied
 from roam.state.references import ArgumentReference, GradientReference, OptimizerReference
-from roam.torch_compat.private import is_view, set_step_called
-
-VIEW: Final = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
+from roam.torch_compat.private import set_step_called
 
 
 @dataclass(slots=True)
@@ -331,24 +328,6 @@ class SetFlag(Effect):
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         found.requires_grad_(self.flag)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Detach(_AtPlace):
-    """A tensor from before the step whose gradient history it ends in place."""
-
-    what = "histories ended in place"
-    stage = 9
-    is_by_calls = False
-
-    def look_up(self, leaves: list[Any]) -> Any:
-        found = held(self.reference, leaves)
-        if is_view(found):
-            raise ExecutionError(f"{self.reference.path} {VIEW}", code="failed")
-        return found
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        found.detach_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,9 +11,7 @@ import torch
 
 from roam.errors import MOST_SETTLING, CaptureError
 from roam.program.effects import (
-    VIEW,
     Assemble,
-    Detach,
     Drop,
     FillState,
     MarkStepped,
@@ -49,7 +47,6 @@ from roam.state.references import (
 from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.private import (
     FakeTensor,
-    is_view,
     layout_of,
     local_of,
     pytree,
@@ -58,7 +55,6 @@ from roam.torch_compat.private import (
 )
 from roam.tracing.fake_kernels.sized import recorded_number
 from roam.tracing.fakes.fake_identity import hooks_on, is_parameter, own_attributes
-from roam.tracing.fakes.gradient_history import give_history
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
@@ -90,16 +86,6 @@ class Original:
         self.notes = own_attributes(tensor)
         self.gradient_dtype = _own_gradient_dtype(tensor)
 
-    def is_detached(self) -> bool:
-        """Whether the step has taken its history away in place, and given it nothing instead."""
-        tensor = self.tensor
-        return (
-            self.history is not None
-            and tensor.is_leaf
-            and not tensor.requires_grad
-            and tensor.grad is None
-        )
-
     def has_other_flag(self) -> bool:
         """Whether the step has left another `requires_grad`; a history is none of the tensor's
         own.
@@ -111,9 +97,7 @@ class Original:
         )
 
     def restore(self) -> None:
-        if self.is_detached():
-            give_history(self.tensor, self.history.refuse)
-        elif self.has_other_flag():
+        if self.has_other_flag():
             self.tensor.requires_grad_(self.flag)
 
 
@@ -216,7 +200,7 @@ def record_endings(
     _check_literals(fake_state, recorder)
     _endings(fake_state, recorder, before.tensors)
     _argument_endings(recorder, before.received)
-    _original_endings(fake_state, recorder, before.originals)
+    _original_endings(recorder, before.originals)
     _tied_endings(recorder, before.tensors, before.tied)
     _plain_endings(
         fake_state, recorder, before.plain, {reference.path for reference, _ in before.numbers}
@@ -522,7 +506,7 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
     check_no_leaf(tensor, reference.path, is_new=not recorder.is_original(tensor))
 
 
-def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list[Original]) -> None:
+def _original_endings(recorder: Recorder, originals: list[Original]) -> None:
     """What the step leaves on tensors from before it, apart from their values."""
     for one in originals:
         if is_wrapper(one.tensor) and _layout(one.tensor) != one.layout:
@@ -537,15 +521,11 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
                 "placements; put another DTensor in its place, or write into it",
                 code="dtensor",
             )
-        if one.is_detached():
-            if is_view(fake_state.identities.of(one.tensor)):
-                raise CaptureError(f"{one.reference.path} {VIEW}", code="outer_history")
-            recorder.program.effects.append(Detach(one.reference))
-        elif one.tensor.grad_fn is not one.history:
+        if one.tensor.grad_fn is not one.history:
             raise CaptureError(
-                f"{one.reference.path} would have a gradient history of this step afterwards, "
-                "and a plan keeps none; detach what the step writes into it, or write under "
-                "torch.no_grad()",
+                f"{one.reference.path} would have another gradient history after the step, of which "
+                "a plan keeps none; detach what the step writes into it, or write under "
+                "torch.no_grad(); put x.detach() in its place where the step ends its history",
                 code="outer_history",
             )
         if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
