@@ -1200,22 +1200,19 @@ class Forwarding(torch.optim.Optimizer):
 
 
 class TestWrappers:
-    @pytest.mark.parametrize("is_scheduled", [False, True])
-    def test_that_forward(self, is_scheduled: bool) -> None:
+    def test_that_forward(self) -> None:
         outcomes = []
         for wrap in (lambda step: step, roam.compile):
             torch.manual_seed(0)
             model = torch.nn.Linear(4, 3)
             inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-            optimizer, scheduler = Forwarding(inner), torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+            optimizer = Forwarding(inner)
 
-            def step(x, model=model, optimizer=optimizer, scheduler=scheduler):
+            def step(x, model=model, optimizer=optimizer):
                 loss = model(x).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if is_scheduled:
-                    scheduler.step()
                 return loss.detach()
 
             planned, losses = wrap(step), []
@@ -1227,6 +1224,7 @@ class TestWrappers:
             outcomes.append(tensors_and_numbers(losses, model.state_dict(), inner.state_dict()))
         assert_same_bits(*outcomes)
 
+    @pytest.mark.auto
     def test_of_accelerate(self) -> None:
         accelerate = pytest.importorskip("accelerate")
         outcomes = []

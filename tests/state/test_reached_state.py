@@ -410,7 +410,6 @@ def module_that_an_object_holds() -> Case:
 
     def factor() -> Any:
         scheduler.optimizer.step()
-        scheduler.step()
         return held.module.value
 
     return Case(factor, lambda value: setattr(module, "value", value))
@@ -422,25 +421,9 @@ def attribute_of_a_scheduler() -> Case:
 
     def factor() -> Any:
         scheduler.optimizer.step()
-        scheduler.step()
         return 1 + scheduler.eta_min
 
     return Case(factor, lambda value: setattr(scheduler, "eta_min", value))
-
-
-def attribute_that_a_scheduler_changes() -> Case:
-    net = torch.nn.Linear(2, 2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
-        torch.optim.SGD(net.parameters()), 3
-    )
-
-    def factor() -> Any:
-        read = 1.0 + scheduler.T_cur
-        scheduler.optimizer.step()
-        scheduler.step()
-        return read
-
-    return Case(factor, lambda value: None)
 
 
 def attribute_of_a_replaced_tensor() -> Case:
@@ -671,7 +654,7 @@ def tensor_in_two_places() -> Case:
     module_by_its_name, module_among_all,
     name_among_the_builtins, closure_variable_of_an_equal_name, result_of_a_cached_function,
     result_that_the_step_makes_first, weak_proxy, module_that_an_object_holds,
-    attribute_of_a_scheduler, attribute_that_a_scheduler_changes,
+    attribute_of_a_scheduler,
     attribute_of_a_replaced_tensor, attribute_of_a_replaced_tuple, attributes_of(set),
     attributes_of(frozenset), attributes_of(random.Random, 0), attribute_of_an_array,
     element_of_an_array_of_objects, default_factory, order_of_a_set, class_of_a_thread_local,
@@ -792,20 +775,6 @@ def change_a_series() -> Callable[[], Any]:
     return factor
 
 
-def read_what_a_scheduler_has_changed() -> Callable[[], Any]:
-    net = torch.nn.Linear(2, 2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
-        torch.optim.SGD(net.parameters()), 3
-    )
-
-    def factor() -> float:
-        scheduler.optimizer.step()
-        scheduler.step()
-        return 1.0 + scheduler.T_cur
-
-    return factor
-
-
 def put_a_list_in_a_tensors_place() -> Callable[[], Any]:
     held: list[Any] = [torch.zeros(2)]
 
@@ -823,7 +792,6 @@ def give_a_tensor_to_numpy() -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize(("make", "code"), [
-    (read_what_a_scheduler_has_changed, "unknown_number"),
     (put_a_list_in_a_tensors_place, "moved"),
     (give_a_tensor_to_numpy, "value_reached_python"), (write_to_an_array, "moved"), (draw_in_secret, "unstable"),
     (draw_from_numpy_in_secret, "unstable"), (grow_an_argument, "moved"),

@@ -446,29 +446,6 @@ class TestRefuses:
         assert Path(__file__).name in str(caught.value.source)
         assert "sum(values) / len(values)" in str(caught.value)
 
-    def test_the_rate_after_the_scheduler(self) -> None:
-        model, optimizer, x, y = parts()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-        def step(model, optimizer, x, y):
-            loss = plain_step(model, optimizer, x, y)
-            scheduler.step()
-            return loss, optimizer.param_groups[0]["lr"] * 2
-
-        with pytest.raises(roam.CaptureError, match="not known until the step has run"):
-            roam.capture(step, model, optimizer, x, y)
-
-    def test_a_scheduler_stepped_before_the_optimizer(self) -> None:
-        model, optimizer, x, y = parts()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-        def step(model, optimizer, x, y):
-            scheduler.step()
-            return plain_step(model, optimizer, x, y)
-
-        with pytest.raises(roam.CaptureError, match="not known until the step has run"):
-            roam.capture(step, model, optimizer, x, y)
-
 
 def test_a_pass_keeps_every_field_of_a_program() -> None:
     """Those that name slots have their own tests; each of the others is what it was."""
