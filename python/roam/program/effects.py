@@ -298,19 +298,6 @@ class MarkStepped(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reshape(_AtPlace):
-    """An argument whose (shape, strides, offset) the step changes in place."""
-
-    what = "arguments' shapes"
-    stage = 7
-    is_by_calls = False
-    layout: tuple[Any, ...]
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        ending.leaves[self.reference.index].as_strided_(*self.layout)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SetFlag(Effect):
     """A tensor from before the step whose `requires_grad` it changes, and the new value."""
 

@@ -51,7 +51,7 @@ PYTHONS_OWN = frozenset((
     "optimizer_state", "scaler", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity", "optimizer",
     "optimizer_form", "nested_state", "generator_state", "rate", "argument_gradient",
-    "collective", "collective_branch",
+    "collective", "collective_branch", "inplace_view",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _HOST_S = 20e-6

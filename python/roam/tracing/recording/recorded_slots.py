@@ -23,7 +23,7 @@ from roam.program.ir import (
 from roam.state.equality import MISSING
 from roam.state.live_scalars import node_of
 from roam.state.nests import mapped
-from roam.state.references import ArgumentReference, part_references
+from roam.state.references import part_references
 from roam.state.trace_context import TraceContext
 from roam.state.wrappers import checked_form, is_wrapper, parts_of
 from roam.torch_compat.private import (
@@ -104,7 +104,6 @@ class Slots:
         self.assignments = 0
         """How often tensors have been given other data so far."""
         self._watch = watch
-        self._reshaped: dict[int, tuple[ArgumentReference, int, FakeTensor]] = {}
         self._bases: dict[int, Ref | None] = {}
         """For each storage whose memory has been given back, by its pointer: the slot that has all
         of the memory that was taken instead; None while none has been taken.
@@ -213,12 +212,7 @@ class Slots:
         return self._twins[id(value)][1] if id(value) in self._twins else value
 
     def close(self) -> None:
-        """Takes the marks off the tensors again, and gives arguments the shapes that they had."""
-        for _, slot, fake in self._reshaped.values():
-            meta = self.program.slots[slot]
-            assert meta is not None
-            fake.as_strided_(meta.shape, meta.stride, meta.offset)
-        self._reshaped.clear()
+        """Takes the marks off the tensors again."""
         given = (local_of(tensor) for tensor, _ in self._tagged.values())
         for tensor in given:
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
@@ -272,8 +266,7 @@ class Slots:
         """
         for tensor, slot in self._tagged.values():
             data = self.slot_of(tensor)
-            is_reshaped = id(tensor) in self._reshaped and id(tensor) not in self._assigned
-            if data is None or self.program.slots[data] == self.program.slots[slot] or is_reshaped:
+            if data is None or self.program.slots[data] == self.program.slots[slot]:
                 continue
             phase, source = self._assigned[id(tensor)]
             call = Call(

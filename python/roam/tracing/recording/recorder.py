@@ -15,7 +15,6 @@ from roam.distributed.collectives import Launch
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
-from roam.program.effects import Reshape
 from roam.program.ir import Call, Ref, Source
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
@@ -552,18 +551,10 @@ class Recorder(Values, TorchDispatchMode):
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same
         name from here on.
         """
-        slot, reference = self.slot_of(tensor), self._reference_of(tensor)
-        if (
-            isinstance(reference, ArgumentReference)
-            and reference.kind == "input"
-            and slot is not None
-        ):
-            self._reshaped[id(tensor)] = reference, slot, tensor
-        elif reference is not None:
+        if self._reference_of(tensor) is not None:
             self.refuse(
-                "it changes in place the shape of a tensor that exists before the step and is not "
-                "an argument, so every step would find another shape; use the form that returns a "
-                "view",
+                "it changes in place the shape of a tensor that exists before the step; use the "
+                "form that returns a view",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
         call.target = _view_of(call.target)
@@ -589,14 +580,6 @@ class Recorder(Values, TorchDispatchMode):
                 self._refuse_change("a change that capture cannot see", Source())
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
-        for reference, slot, tensor in self._reshaped.values():
-            if id(tensor) in self._assigned:
-                continue
-            meta = self.program.slots[slot]
-            assert meta is not None
-            now = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            if now != (meta.shape, meta.stride, meta.offset):
-                self.program.effects.append(Reshape(reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 
