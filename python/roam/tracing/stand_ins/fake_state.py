@@ -136,8 +136,8 @@ class FakeState:
         containers = containers_in((args, kwargs), self.taker.closed)
         if pattern_of(containers):
             raise CaptureError(
-                "a list, dictionary or object is in two places of the step's arguments, and the trace would get two of them; pass a "
-                "copy in one of the places, as in dict(batch)",
+                "a list, dictionary or object is in two places of the step's arguments, and the "
+                "trace would get two of them; pass a copy in one of the places, as in dict(batch)",
                 code="wrapped_place",
             )
         parts = {id(one) for parts in self.taken.objects.values() for one in parts.objects}
@@ -348,8 +348,8 @@ class FakeState:
             ):
                 refuse(
                     path,
-                    "keeps tensors in its functools.lru_cache, which the trace cannot exchange for fakes; keep them as buffers or "
-                    "attributes, or leave out the cache",
+                    "keeps tensors in its functools.lru_cache, which the trace cannot exchange for "
+                    "fakes; keep them as buffers or attributes, or leave out the cache",
                     code="moved",
                 )
 
