@@ -116,6 +116,8 @@ class TestCumulativeAverages:
             step(torch.ones(4, 3, 6, 6))
         assert caught.value.code == "value_reached_python"
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_a_factor_of_the_users_own(self) -> None:
         def script(wrap):
             class Averaging(torch.nn.Module):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,8 +136,11 @@ class TestParameters:
 
 @pytest.mark.parametrize("kind", [frozenset, set])
 def test_a_set_of_tensors_is_refused_where_the_step_reads_it(kind: type) -> None:
-    net = torch.nn.Linear(6, 3)
-    kept = SimpleNamespace(weights=kind(net.parameters()))
+    class Kept:
+        pass
+
+    net, kept = torch.nn.Linear(6, 3), Kept()
+    kept.weights = kind(net.parameters())
 
     def step(x: torch.Tensor, reads: bool) -> torch.Tensor:
         return net(x).sum() + (penalty(kept.weights) if reads else 0)

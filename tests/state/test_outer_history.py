@@ -676,6 +676,8 @@ def test_a_state_that_is_a_leaf_after_the_step_is_refused() -> None:
     assert not my.state.is_leaf
 
 
+@pytest.mark.auto
+@needs_2_15
 def test_gradients_with_a_history() -> None:
     """Of `backward(create_graph=True)` in eager PyTorch; `zero_grad` ends it in place where it
     fills with zeros."""
