@@ -98,7 +98,7 @@ MEANINGS: Final[dict[str, dict[str, str]]] = {
         "unstable": "Two captures did different things: time, chance, or something unseen decides. Measure time outside.",
         "value_reached_python": "A computed or changing value becomes [an index, a size, a kept text or NumPy's](../explanation/guards.md#what-is-read-at-every-call). Stay on tensors (`torch.where`), or look at values outside.",
         "varied_argument": "A plain value among the arguments differs from call to call, and each has a plan of its own. Leave what is only shown out of the arguments.",
-        "wrapped_place": "A tensor is where no fake can be put (a `MappingProxyType`, a key, a set). Keep it in a list or as an attribute.",
+        "wrapped_place": "A tensor is where no fake can be put (a `MappingProxyType`, a key, a set), or a container is in two places of the arguments. Keep it in a list or as an attribute; pass a copy.",
     },
     "ExecutionError": {
         "address": "A later call of a step beside its plan is the first to ask for a tensor's address. Take that out.",
