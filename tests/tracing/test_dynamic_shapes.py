@@ -500,13 +500,6 @@ class TestRefusals:
         assert error.code == code
         assert "turn off the option by which chance decides what runs" in str(error)
 
-    def test_of_a_number_made_of_a_loss_say_nothing_of_chance(self) -> None:
-        def body(model, x, mask):
-            loss = functional.dropout(model(x)).square().mean()
-            return loss * hash(loss.item())
-
-        assert "chance" not in str(refused(body, *MASKS[0]))
-
 
 CAUGHT: dict[str, tuple[Body, Any, Any]] = {
     "bincount": (
@@ -615,12 +608,8 @@ def test_metrics_whose_shapes_depend_on_what_the_step_computes(
                 getattr(metric, call)(scores[:, 0].sigmoid(), y % 2)
             return scores
 
-        seen: list[Any] = []
-        for number in range(4):
-            seen.append(step(torch.randn(6, 4), torch.randint(0, 4, (6,))))
-            if number > 1:
-                seen.append(metric.compute())
-        return seen
+        seen = [step(torch.randn(6, 4), torch.randint(0, 4, (6,))) for _ in range(4)]
+        return [*seen, metric.compute()]
 
     compiled = functools.partial(roam.compile, python=python)
     if python == "idle" and not is_planned:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -30,24 +31,47 @@ def passing_answer() -> bool | None:
     while frame is not None and is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
     path = [] if frame is None else _path(frame)
-    if not path or _asks_several(path[0]):
+    if not path or _called(path[0]) in _ASK_SEVERAL:
         return None
-    *tests, statement = path
-    wanted = _passes(statement)
-    # From the whole test to the part of it that asks, if that decides alone.
-    for test in reversed(tests[1:]):
-        if wanted is None:
+    paths = [path]
+    while isinstance(path[-1], ast.Return):  # whoever has called decides
+        assert frame is not None
+        name, frame = frame.f_code.co_name, frame.f_back
+        path = [] if frame is None else _path(frame)
+        if not path or _called(path[0]).removeprefix(".") != name:
             return None
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            wanted = not wanted
-        elif not isinstance(test, ast.BoolOp) or isinstance(test.op, ast.And) is not wanted:
-            return None
-    return wanted
+        paths.append(path)
+    answer = _passes(path[-1])
+    for *tests, _ in reversed(paths):
+        for part, test in reversed(list(itertools.pairwise([None, *tests]))):
+            answer = None if answer is None else _needed(part, test, wanted=answer)
+    return answer
 
 
-def _asks_several(test: ast.AST) -> bool:
-    """Whether a call may ask for several answers, and may stop at the first that suits it."""
-    return isinstance(test, ast.Call) and getattr(test.func, "id", "") in _ASK_SEVERAL
+def _called(expression: ast.AST) -> str:
+    """The name of the function that an expression calls, or ".name" of a method; "" for any
+    other.
+    """
+    function = getattr(expression, "func", None)
+    is_method = isinstance(function, ast.Attribute)
+    return f".{function.attr}" if is_method else str(getattr(function, "id", ""))
+
+
+def _needed(part: ast.AST | None, test: Any, *, wanted: bool) -> bool | None:
+    """What a part of a test has to be for the test to be as wanted; None if that depends on other
+    parts as well.
+
+    Args:
+        part: None for what the test itself asks.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return not wanted
+    if isinstance(test, ast.BoolOp):
+        # Either all have to be the same, or those before the last have left it to decide.
+        decides = isinstance(test.op, ast.And) is wanted or part is test.values[-1]
+    else:
+        decides = part is None or _called(test) == "bool"
+    return wanted if decides else None
 
 
 def _path(frame: FrameType) -> list[ast.AST]:
@@ -63,14 +87,16 @@ def _path(frame: FrameType) -> list[ast.AST]:
 
 @functools.lru_cache(maxsize=64)
 def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
-    """Per line of a file the expressions that span it inside of assertions and conditions, each
-    with what is around it.
+    """Per line of a file the expressions that span it inside of assertions, conditions and returns,
+    each with what is around it.
     """
     found: dict[int, list[list[ast.AST]]] = {}
     for statement in ast.walk(tree_of(file)):
-        if not isinstance(statement, (ast.Assert, ast.If)):
+        is_return = isinstance(statement, ast.Return)
+        test = getattr(statement, "value" if is_return else "test", None)
+        if not isinstance(statement, (ast.Assert, ast.If, ast.Return)) or test is None:
             continue
-        for path in _paths(statement.test, [statement]):
+        for path in _paths(test, [statement]):
             node: Any = path[0]
             for line in range(node.lineno, node.end_lineno + 1):
                 found.setdefault(line, []).append(path)
