@@ -1335,6 +1335,23 @@ def test_state_that_stays_empty_is_there(fills: int | None) -> None:
 
 
 class TestNestedState:
+    def test_lists_that_others_replace_are_refused(self) -> None:
+        model = torch.nn.Linear(6, 3)
+        optimizer = Preconditioned(model.parameters(), 1)
+
+        def step(x):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        step(torch.randn(5, 6))
+        with pytest.raises(roam.CaptureError, match="is a list") as caught:
+            roam.capture(step, torch.randn(5, 6))
+        assert caught.value.code == "optimizer_state"
+
+    @pytest.mark.auto
+    @needs_2_15
     @pytest.mark.parametrize("every", [1, 3])
     def test_in_lists_and_dictionaries(self, every: int) -> None:
         outcomes, steps = [], []

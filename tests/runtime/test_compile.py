@@ -463,7 +463,8 @@ class TestFailure:
                     returned.append(step(x, y + 3 if place in bad else y))
                 except (IndexError, roam.ExecutionError) as error:
                     codes.append(getattr(error, "code", ""))
-                scheduler.step()
+                else:
+                    scheduler.step()
                 returned.append([record.loss, tensors_and_numbers(net.state_dict())])
             return [returned, net.state_dict(), optimizer.state_dict()]
 
