@@ -267,6 +267,26 @@ class TestFunctionsThatKeepTheirResults:
 
     @pytest.mark.auto
     @needs_2_15
+    def test_options_that_change(self) -> None:
+        def script(wrap):
+            @functools.lru_cache
+            def options():
+                return {"scale": 2.0}
+
+            def change(index):
+                options()["scale"] = 1.0 + index
+                if index == 4:
+                    options.cache_clear()
+
+            def loss_of(out, linear):
+                return (out * options()["scale"]).square().mean()
+
+            return self.train(wrap, loss_of, change)[0]
+
+        both(script)
+
+    @pytest.mark.auto
+    @needs_2_15
     def test_written_to_in_place(self) -> None:
         def script(wrap):
             @functools.cache
@@ -282,7 +302,9 @@ class TestFunctionsThatKeepTheirResults:
 
     @pytest.mark.parametrize("is_warm", [False, True])
     @pytest.mark.parametrize("size", [None, 4])
-    @pytest.mark.parametrize("what", ["new", "parameter", "part of a buffer", "container"])
+    @pytest.mark.parametrize(
+        "what", ["new", "parameter", "part of a buffer", "container", "options"]
+    )
     def test_are_refused(self, what: str, size: int | None, is_warm: bool) -> None:
         linear = torch.nn.Linear(8, 3)
         linear.register_buffer("scale", torch.ones(4))
@@ -296,11 +318,15 @@ class TestFunctionsThatKeepTheirResults:
                     return linear.weight[0, :3] if not is_warm else linear.weight
                 case "part of a buffer":
                     return linear.scale[:3]
+                case "options":
+                    return {"scale": 2.0}
             return {"scale": [torch.ones(3)]}
 
         def step(x: torch.Tensor) -> torch.Tensor:
             found = kept()
-            return (linear(x) * (found["scale"][0] if what == "container" else found.sum())).sum()
+            if what == "container":
+                found = found["scale"][0]
+            return (linear(x) * (found["scale"] if what == "options" else found.sum())).sum()
 
         if is_warm:
             kept()

@@ -33,7 +33,6 @@ from roam.errors import CaptureError
 from roam.own_code import is_compiled_step
 from roam.state.arguments import flatten_with_paths, parts_of
 from roam.state.attribute_reads import CONSTRUCTORS, Edge, Reads
-from roam.state.cached_results import ResultsSpace, results_of
 from roam.state.classes import (
     dictionary_of,
     member_of,
@@ -648,8 +647,6 @@ class _Walk:
             self._list(self.reach.caches, value, path)
             self._enqueue(value.__wrapped__, path)
             self._dictionary(value, path)
-            if results_of(value):
-                self._fill(ResultsSpace(value, path))
         elif is_compiled_step(kind):
             # A compiled step inside of another is the user's function.
             self._enqueue(value.__wrapped__, path)

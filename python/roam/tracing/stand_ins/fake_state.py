@@ -21,7 +21,7 @@ from roam.errors import CaptureError
 from roam.program.effects import rebound
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
-from roam.state.cached_results import tensors_in
+from roam.state.cached_results import keeps_objects
 from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
@@ -203,11 +203,10 @@ class FakeState:
         self.maker = Maker()
         self.identities = Identities()
         self._caches = [
-            (path, cache, cache.cache_info(), bool(tensors_in(cache)))
-            for path, cache in reach.caches
+            (path, cache, cache.cache_info(), keeps_objects(cache)) for path, cache in reach.caches
         ]
-        """(path, function, what its cache said, whether it kept tensors) of functions with a
-        cache. Fakes cannot be put in the places of these tensors."""
+        """(path, function, what its cache said, whether it kept objects) of functions with a cache.
+        Fakes cannot be put in the places of tensors among these."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor
@@ -336,20 +335,17 @@ class FakeState:
         return self._fake(tensor)
 
     def check_caches(self) -> None:
-        """After the step: refuses it if a function with a cache has given it a tensor that was kept
-        there, or has kept one of the trace's.
+        """After the step: refuses it if it has asked a function with a cache that keeps objects,
+        whether from before it or from now on.
         """
-        for path, cache, before, kept_tensors in self._caches:
+        for path, cache, before, kept_objects in self._caches:
             now = cache.cache_info()
-            is_given = kept_tensors and now.hits != before.hits
-            if is_given or (
-                now.misses != before.misses
-                and any(issubclass(type(tensor), FakeTensor) for tensor in tensors_in(cache))
-            ):
+            is_asked = (now.hits, now.misses) != (before.hits, before.misses)
+            if is_asked and (kept_objects or keeps_objects(cache)):
                 refuse(
                     path,
-                    "keeps tensors in its functools.lru_cache, which the trace cannot exchange for "
-                    "fakes; keep them as buffers or attributes, or leave out the cache",
+                    "keeps tensors or objects in its functools.lru_cache, which a plan would keep as "
+                    "they are now; keep them as buffers or attributes, or leave out the cache",
                     code="moved",
                 )
 
