@@ -88,6 +88,7 @@ def class_stood_for(kind: type) -> type:
 
 def stand_in_for(value: Any, refuse: Callable[[], None]) -> Any:
     """A new stand-in for a value; it calls `refuse` whenever it is looked at."""
-    made: Any = object.__new__(_class_for(type(value)))
+    kind: Any = type(value)
+    made: Any = object.__new__(_class_for(kind))
     object.__setattr__(made, "_roam_refuse", refuse)
     return made

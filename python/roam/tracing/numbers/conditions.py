@@ -53,8 +53,9 @@ def _called(expression: ast.AST) -> str:
     other.
     """
     function = getattr(expression, "func", None)
-    is_method = isinstance(function, ast.Attribute)
-    return f".{function.attr}" if is_method else str(getattr(function, "id", ""))
+    if isinstance(function, ast.Attribute):
+        return f".{function.attr}"
+    return str(getattr(function, "id", ""))
 
 
 def _needed(part: ast.AST | None, test: Any, *, wanted: bool) -> bool | None:
