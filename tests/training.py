@@ -43,7 +43,7 @@ class Training:
 
 
 def gpt2() -> Training:
-    """Dropout, AdamW, a cosine schedule and norm clipping."""
+    """Dropout, AdamW, a cosine schedule, which `run` steps, and norm clipping."""
     config = transformers.GPT2Config(
         n_layer=2,
         n_embd=48,
@@ -64,7 +64,6 @@ def gpt2() -> Training:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()
         return loss
 
     return Training(
@@ -169,4 +168,6 @@ def run(
     returned: list[Any] = []
     for _ in range(steps):
         returned += tensors_and_numbers(step(*training.objects, *training.batch(generator)))
+        for schedule in training.objects[2:]:
+            schedule.step()
     return returned + state_of(training), training

@@ -227,6 +227,7 @@ def averaging(**options: Any) -> dict[str, Any]:
     return {"max_steps": -1, "max_epochs": 3, "callbacks": [average], **options}
 
 
+@pytest.mark.auto
 @pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
 def test_an_epoch_without_backward_passes_leaves_the_same_bits(more: Any, tmp_path: Path) -> None:
     plain = outcome(tmp_path / "eager", Averaged, **averaging(**more))

@@ -303,10 +303,6 @@ def _alternating() -> Any:
     )
 
 
-def _scheduled_twice(my: _My) -> None:
-    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
-
-
 def _compiled_function(*arguments: Any, plain: Any = torch.sin, **options: Any) -> Any:
     """A step that calls a compiled function with its loss, and with more arguments."""
     my = _My()
@@ -386,28 +382,6 @@ def _from_elsewhere() -> Any:
     found = _hidden(tensor)
     graph = roam.capture(my.step(lambda my, loss: loss * found()), my.batch)
     return graph, tensor
-
-
-def _with_a_tensor_rate(my: _My, loss: torch.Tensor) -> None:
-    my.kept.step()
-
-
-def _tensor_rate() -> Any:
-    my = _My()
-    my.optimizer = torch.optim.SGD(my.model.parameters(), torch.tensor(0.1))
-    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
-    return roam.capture(my.step(_with_a_tensor_rate), my.batch)
-
-
-def _next_rate() -> Any:
-    my = _My()
-    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
-
-    def between(my: _My, loss: torch.Tensor) -> Any:
-        my.kept.step()
-        return loss * my.optimizer.param_groups[0]["lr"]
-
-    return roam.capture(my.step(between), my.batch)
 
 
 def _symbol_of_another_tracer(my: _My, loss: torch.Tensor) -> Any:
@@ -527,11 +501,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         )
     ),
     "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
-    "tensor_rate": _tensor_rate,
     "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),
     "thread": _between(lambda my, loss: _elsewhere(lambda: my.batch.add_(1))),
     "uninitialized_parameter": _given(lambda my: _replace(my, "model", nn.LazyLinear(1))),
-    "unknown_number": _next_rate,
     "unknown_state": _given(
         lambda my: _replace(my, "optimizer", _Asking(my.model.parameters(), 0.1))
     ),

@@ -29,7 +29,7 @@ from newer import needs_2_15
 from roam.state.snapshot import Snapshot
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
-from steps import batches, both, kernel_of
+from steps import batches, both
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -721,28 +721,6 @@ class TestInterrupts:
         assert_same_bits(planned, tensors_and_numbers([train(other, x, y) for x, y in data]))
         assert_same_bits(everything(my), everything(other))
 
-    def test_in_a_run_it_waits_for_schedulers_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        my = make()
-        my.scheduler = torch.optim.lr_scheduler.StepLR(my.optimizer, 1, 0.5)
-
-        @roam.compile
-        def step(x, y):
-            loss = train(my, x, y)
-            my.scheduler.step()
-            return loss
-
-        (x, y), _ = batches(2)
-        step(x, y)
-        step(x, y)
-        assert my.scheduler.last_epoch == 2
-        globals_, name = kernel_of(step, torch.ops.aten.addmm)
-        with monkeypatch.context() as patch:
-            patch.setitem(globals_, name, pressing_at(1, globals_[name]))
-            with pytest.raises(KeyboardInterrupt):
-                step(x, y)
-        assert my.scheduler.last_epoch == 3
-        assert my.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
-
     def test_where_it_is_ignored_it_stays_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -816,34 +794,6 @@ class TestExceptions:
                 step(*data[0])
         assert_same_bits(before, everything(my))
         step(*data[1])
-
-    def test_in_a_scheduler_after_the_run(self) -> None:
-        class Failing(torch.optim.lr_scheduler.StepLR):
-            def step(self, *args: Any) -> None:
-                super().step(*args)
-                if self.last_epoch == 2:
-                    raise OSError("deliberate")
-
-        def script(wrap):
-            torch.manual_seed(0)
-            my = make()
-            scheduler = Failing(my.optimizer, 1, 0.5)
-
-            @wrap
-            def step(x, y):
-                loss = train(my, x, y)
-                scheduler.step()
-                return loss
-
-            data = batches(4)
-            step(*data[0])
-            with pytest.raises(OSError, match="deliberate"):
-                step(*data[1])
-            return tensors_and_numbers(
-                [step(x, y) for x, y in data[2:]], everything(my), scheduler.last_epoch
-            )
-
-        assert_same_bits(script(lambda step: step), script(roam.compile))
 
     def test_of_calls_that_do_not_fit_the_function(self) -> None:
         my = make()

@@ -17,6 +17,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
 import roam
+from newer import needs_2_15
 from steps import Block, Script, images, refused, same_by_plan, train
 from sweeps import EVERY
 from training import assert_same_bits, tensors_and_numbers
@@ -62,18 +63,24 @@ def test_batch_norm_of_any_layout(inside: str, training: bool, sizes: tuple[int,
 
 
 class TestCumulativeAverages:
-    """Statistics with `momentum=None`: their factor, 1 / batches so far, is read at each call."""
+    """Statistics with `momentum=None`: their factor, 1 / batches so far, is another at each call,
+    and a number."""
 
+    def layers(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4, momentum=None), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8, momentum=None),
+        )  # fmt: skip
+
+    @pytest.mark.auto
+    @needs_2_15
     @pytest.mark.parametrize("form", ["plain", "checkpointed", "autocast", "frozen"])
-    def test_run_by_one_plan(self, form: str) -> None:
+    def test_are_calculated_beside_the_plan(self, form: str) -> None:
         """Also where their number is set back, as `reset_running_stats` does."""
         outcomes = []
         for wrap in (lambda step: step, roam.compile):
             torch.manual_seed(0)
-            model = torch.nn.Sequential(
-                torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4, momentum=None), torch.nn.ReLU(),
-                torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8, momentum=None, affine=form != "plain"),
-            )  # fmt: skip
+            model = self.layers()
             if form == "frozen":
                 model[1].eval()
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -101,29 +108,16 @@ class TestCumulativeAverages:
                 losses.append(step(x))
             outcomes.append(tensors_and_numbers(losses, model.state_dict()))
         assert_same_bits(*outcomes)
-        assert len(step._captures) == 1
+        assert step.runs_beside
 
-    def test_run_again_within_a_budget(self) -> None:
-        outcomes = []
-        for wrap in (lambda step: step, functools.partial(roam.compile, memory="60%")):
-            torch.manual_seed(0)
-            layers = [
-                [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Tanh()]
-                for _ in range(6)
-            ]
-            model = torch.nn.Sequential(*itertools.chain.from_iterable(layers))
-            step = wrap(lambda model, x: model(x).exp().mean().backward())
-            for x in images(4, 256, 8):
-                step(model, x)
-            outcomes.append(
-                tensors_and_numbers(model.state_dict(), [p.grad for p in model.parameters()])
-            )
-        assert_same_bits(*outcomes)
-        (captured,) = step._captures
-        choice = captured.runners[-1].choice
-        again = {choice.program.calls[number].name for number in choice.recomputation.calls}
-        assert any("batch_norm" in name for name in again)
+    def test_are_refused(self) -> None:
+        step = roam.compile(self.layers())
+        with pytest.raises(roam.CaptureError) as caught:
+            step(torch.ones(4, 3, 6, 6))
+        assert caught.value.code == "value_reached_python"
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_a_factor_of_the_users_own(self) -> None:
         def script(wrap):
             class Averaging(torch.nn.Module):

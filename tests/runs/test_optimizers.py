@@ -1200,22 +1200,19 @@ class Forwarding(torch.optim.Optimizer):
 
 
 class TestWrappers:
-    @pytest.mark.parametrize("is_scheduled", [False, True])
-    def test_that_forward(self, is_scheduled: bool) -> None:
+    def test_that_forward(self) -> None:
         outcomes = []
         for wrap in (lambda step: step, roam.compile):
             torch.manual_seed(0)
             model = torch.nn.Linear(4, 3)
             inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-            optimizer, scheduler = Forwarding(inner), torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+            optimizer = Forwarding(inner)
 
-            def step(x, model=model, optimizer=optimizer, scheduler=scheduler):
+            def step(x, model=model, optimizer=optimizer):
                 loss = model(x).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if is_scheduled:
-                    scheduler.step()
                 return loss.detach()
 
             planned, losses = wrap(step), []
@@ -1227,6 +1224,7 @@ class TestWrappers:
             outcomes.append(tensors_and_numbers(losses, model.state_dict(), inner.state_dict()))
         assert_same_bits(*outcomes)
 
+    @pytest.mark.auto
     def test_of_accelerate(self) -> None:
         accelerate = pytest.importorskip("accelerate")
         outcomes = []
@@ -1337,6 +1335,23 @@ def test_state_that_stays_empty_is_there(fills: int | None) -> None:
 
 
 class TestNestedState:
+    def test_lists_that_others_replace_are_refused(self) -> None:
+        model = torch.nn.Linear(6, 3)
+        optimizer = Preconditioned(model.parameters(), 1)
+
+        def step(x):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        step(torch.randn(5, 6))
+        with pytest.raises(roam.CaptureError, match="is a list") as caught:
+            roam.capture(step, torch.randn(5, 6))
+        assert caught.value.code == "optimizer_state"
+
+    @pytest.mark.auto
+    @needs_2_15
     @pytest.mark.parametrize("every", [1, 3])
     def test_in_lists_and_dictionaries(self, every: int) -> None:
         outcomes, steps = [], []

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import roam
+from newer import needs_2_15
 from steps import batches, both
 from training import assert_same_bits, plain_step, tensors_and_numbers
 
@@ -685,8 +686,7 @@ def test_shapes_that_hang_on_data_are_refused_with_a_form_that_does_not() -> Non
 
 
 class TestArgumentsThatTheStepReshapes:
-    """The caller's tensor has its new shape after the step, and at the next call it is another kind
-    of argument."""
+    """The caller's tensor has its new shape after the step, which runs beside its plan."""
 
     def script(self, change: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> None:
         def script(wrap):
@@ -717,6 +717,8 @@ class TestArgumentsThatTheStepReshapes:
 
         both(script)
 
+    @pytest.mark.auto
+    @needs_2_15
     @pytest.mark.parametrize(
         "method",
         [
@@ -735,6 +737,8 @@ class TestArgumentsThatTheStepReshapes:
             lambda given: method(given["target"]) if given["target"].dim() == 2 else given["target"]
         )
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_may_be_kept(self) -> None:
         class Holder:
             def step(self, x):
@@ -749,10 +753,16 @@ class TestArgumentsThatTheStepReshapes:
         assert step(x).shape == (1, 1, 3)
         assert holder.kept is x
 
-    def test_a_buffer_is_refused(self) -> None:
+    @pytest.mark.parametrize("of", ["buffer", "argument"])
+    def test_are_refused_with_buffers_where_the_plan_runs_alone(self, of: str) -> None:
         net, _ = linear()
         net.register_buffer("mask", torch.ones(3))
+        given = torch.ones(3)
+
+        def step(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            return (net(x) * (net.mask if of == "buffer" else given).unsqueeze_(0)).sum()
+
         with pytest.raises(roam.CaptureError) as refusal:
-            roam.compile(lambda x: (net(x) * net.mask.unsqueeze_(0)).sum())(torch.ones(5, 6))
+            roam.compile(step)(torch.ones(5, 6), given)
         assert refusal.value.code == "inplace_view"
-        assert net.mask.shape == (3,)
+        assert net.mask.shape == given.shape == (3,)

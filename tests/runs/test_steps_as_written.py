@@ -446,6 +446,7 @@ class TestStepsAsUsersWriteThem:
 
         self.check(make)
 
+    @pytest.mark.auto
     def test_a_scheduler_that_looks_at_the_loss(self) -> None:
         def script(wrap):
             net = Net()

@@ -53,7 +53,6 @@ def train(my: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     loss = functional.cross_entropy(my.net(x + noise), y) * 2.0
     loss.backward()
     my.optimizer.step()
-    my.scheduler.step()
     my.seen += 1
     return loss
 

@@ -442,7 +442,7 @@ class TestFailure:
             torch.manual_seed(0)
             net = torch.nn.Sequential(
                 torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.25), torch.nn.ReLU(),
-                torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 3),
+                torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=0.2), torch.nn.Linear(8, 3),
             )  # fmt: skip
             optimizer, record = adamw(net), SimpleNamespace(loss=torch.zeros(()))
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -454,7 +454,6 @@ class TestFailure:
                 loss = functional.cross_entropy(net(x), y)
                 loss.backward()
                 optimizer.step()
-                scheduler.step()
                 record.loss = loss.detach()
                 return loss
 
@@ -464,6 +463,8 @@ class TestFailure:
                     returned.append(step(x, y + 3 if place in bad else y))
                 except (IndexError, roam.ExecutionError) as error:
                     codes.append(getattr(error, "code", ""))
+                else:
+                    scheduler.step()
                 returned.append([record.loss, tensors_and_numbers(net.state_dict())])
             return [returned, net.state_dict(), optimizer.state_dict()]
 

@@ -79,7 +79,7 @@ def test_steps_that_run_operators_again_have_eagers_bits(
 def scaled(wrap: Callable[[Any], Any]) -> Any:
     """Autocast, a scaler that leaves out two steps, and a branch on the norm of the gradients."""
     model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.ReLU(inplace=True),
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(inplace=True),
         torch.nn.Dropout(0.25), torch.nn.Linear(8, 3),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

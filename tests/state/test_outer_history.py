@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from newer import needs_2_15
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -348,16 +349,6 @@ def replaced_though_read(my: Kept, x: torch.Tensor) -> Any:
     return before.norm().item(), before.requires_grad, before.is_leaf
 
 
-def detached_in_place(my: Kept, x: torch.Tensor) -> Any:
-    my.state.detach_()
-    my.state = my.head(x + my.state).tanh()
-    my.state.sum().backward()
-
-
-def detached_in_place_and_kept(my: Kept, x: torch.Tensor) -> Any:
-    my.head(x + my.state.detach_()).sum().backward()
-
-
 def written_under_no_grad(my: Kept, x: torch.Tensor) -> Any:
     with torch.no_grad():
         my.state.mul_(0.5).add_(x)
@@ -392,14 +383,49 @@ def with_a_node(my: Kept, x: torch.Tensor) -> Any:
 
 
 EXACT = [
-    under_no_grad, as_detached, as_data, beside_the_loss, replaced_by_what_is_detached, replaced_though_read, detached_in_place,
-    detached_in_place_and_kept, written_under_no_grad, assigned_data, gradient_of_the_state, gradient_of_what_is_made, two_states,
-    with_a_node,
+    under_no_grad, as_detached, as_data, beside_the_loss, replaced_by_what_is_detached, replaced_though_read,
+    written_under_no_grad, assigned_data, gradient_of_the_state, gradient_of_what_is_made, two_states, with_a_node,
 ]  # fmt: skip
+
+
+def detached_in_place(my: Kept, x: torch.Tensor) -> Any:
+    my.state.detach_()
+    my.state = my.head(x + my.state).tanh()
+    my.state.sum().backward()
+
+
+def detached_in_place_and_kept(my: Kept, x: torch.Tensor) -> Any:
+    my.head(x + my.state.detach_()).sum().backward()
+
+
+DETACHED = [detached_in_place, detached_in_place_and_kept]
 
 
 @pytest.mark.parametrize("read", EXACT)
 def test_what_is_read_and_no_gradient_flows_through_is_as_eagerly(read: Callable[..., Any]) -> None:
+    check_as_eagerly(read)
+
+
+@pytest.mark.auto
+@needs_2_15
+@pytest.mark.parametrize("read", DETACHED)
+def test_a_history_that_the_step_ends_in_place_is_ended_beside_the_plan(
+    read: Callable[..., Any],
+) -> None:
+    check_as_eagerly(read)
+
+
+@pytest.mark.parametrize("read", DETACHED)
+def test_a_history_that_the_step_ends_in_place_is_refused(read: Callable[..., Any]) -> None:
+    my = Kept()
+    with pytest.raises(roam.CaptureError, match=r"put x\.detach\(\) in its place") as caught:
+        roam.compile(read)(my, torch.randn(4, 6))
+    assert caught.value.code == "outer_history"
+    assert not my.state.is_leaf
+    my.state.sum().backward()  # its history is as it was
+
+
+def check_as_eagerly(read: Callable[..., Any]) -> None:
     def run(wrap: Callable[..., Any]) -> list[Any]:
         my = Kept()
         optimizer = torch.optim.SGD(my.head.parameters(), 0.1)
@@ -650,30 +676,8 @@ def test_a_state_that_is_a_leaf_after_the_step_is_refused() -> None:
     assert not my.state.is_leaf
 
 
-def test_a_view_cannot_be_detached_in_place() -> None:
-    my = Kept()
-
-    def step(x: torch.Tensor) -> None:
-        my.state.detach_()
-        my.head(x + my.state).sum().backward()
-
-    planned = roam.compile(step)
-    planned(torch.randn(4, 6))
-    my.state = my.encoder(torch.randn(8, 6))[:4]
-    assert my.state._is_view()
-    with pytest.raises(RuntimeError, match="Can't detach views in-place"):
-        step(torch.randn(4, 6))
-    left = tensors_and_numbers(my.head.weight.grad)
-    with pytest.raises(
-        roam.RoamError, match=r"is a view, whose history PyTorch does not end in place"
-    ):
-        planned(torch.randn(4, 6))
-    assert_same_bits(left, tensors_and_numbers(my.head.weight.grad))
-    with pytest.raises(roam.CaptureError, match=r"is a view") as caught:
-        roam.compile(step)(torch.randn(4, 6))
-    assert caught.value.code == "outer_history"
-
-
+@pytest.mark.auto
+@needs_2_15
 def test_gradients_with_a_history() -> None:
     """Of `backward(create_graph=True)` in eager PyTorch; `zero_grad` ends it in place where it
     fills with zeros."""

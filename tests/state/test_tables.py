@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import roam
+from newer import needs_2_15
 from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
@@ -194,25 +194,9 @@ def test_what_hangs_on_the_batch_or_on_weights_is_made_by_the_first_call(of_weig
     assert len(run.plans) == 1
 
 
-def test_a_kept_result_that_is_a_parameter_of_the_model_is_refused() -> None:
-    """The function gives the parameter itself, while the model has a fake in its place."""
-    linear = torch.nn.Linear(4, 3)
-
-    @functools.lru_cache
-    def weight() -> torch.Tensor:
-        return linear.weight
-
-    weight()
-    step = roam.compile(lambda x: linear(x).sum() * (3.0 if weight() is linear.weight else 1.0))
-    with pytest.raises(roam.CaptureError, match="lru_cache") as caught:
-        step(torch.ones(2, 4))
-    assert caught.value.code == "identity"
-    unread = roam.compile(lambda x: linear(x).sum() if x.ndim == 2 else weight())
-    assert_same_bits([linear(torch.ones(2, 4)).sum()], [unread(torch.ones(2, 4))])
-
-
 class TestFunctionsThatKeepTheirResults:
-    """`functools.lru_cache`: the step comes by the very tensors that the function keeps."""
+    """`functools.lru_cache`: the step comes by the very tensors that the function keeps, so it runs
+    beside its plan."""
 
     def train(
         self,
@@ -238,6 +222,8 @@ class TestFunctionsThatKeepTheirResults:
             between(index)
         return [returned, linear.state_dict()], step
 
+    @pytest.mark.auto
+    @needs_2_15
     @pytest.mark.parametrize("size", [None, 4])
     @pytest.mark.parametrize("is_warm", [False, True])
     def test_with_a_table_for_each_length(self, size: int | None, is_warm: bool) -> None:
@@ -258,6 +244,8 @@ class TestFunctionsThatKeepTheirResults:
 
         both(script)
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_what_is_made_anew_of_weights_counts(self) -> None:
         def script(wrap):
             @functools.cache
@@ -277,21 +265,28 @@ class TestFunctionsThatKeepTheirResults:
 
         both(script)
 
-    def test_objects_with_tensors_that_are_made_anew(self) -> None:
-        """Their old tensors are not taken for the new ones; new ones in objects are refused."""
+    @pytest.mark.auto
+    @needs_2_15
+    def test_options_that_change(self) -> None:
+        def script(wrap):
+            @functools.lru_cache
+            def options():
+                return {"scale": 2.0}
 
-        @functools.cache
-        def options():
-            return SimpleNamespace(scale=torch.ones(2))
+            def change(index):
+                options()["scale"] = 1.0 + index
+                if index == 4:
+                    options.cache_clear()
 
-        step = roam.compile(lambda x: x * options().scale)
-        options().scale.mul_(3)
-        assert torch.equal(step(torch.ones(2)), torch.full((2,), 3.0))
-        options.cache_clear()
-        with pytest.raises(roam.CaptureError) as refused:
-            step(torch.ones(2))
-        assert refused.value.code == "unknown_tensor"
+            def loss_of(out, linear):
+                return (out * options()["scale"]).square().mean()
 
+            return self.train(wrap, loss_of, change)[0]
+
+        both(script)
+
+    @pytest.mark.auto
+    @needs_2_15
     def test_written_to_in_place(self) -> None:
         def script(wrap):
             @functools.cache
@@ -305,28 +300,44 @@ class TestFunctionsThatKeepTheirResults:
 
         both(script)
 
-    def test_are_returned_as_they_are(self) -> None:
-        @functools.cache
-        def table(length):
-            return torch.ones(length)
-
-        step = roam.compile(lambda x: (x * table(3), table(3)))
-        for _ in range(3):
-            assert step(torch.ones(3))[1] is table(3)
-        assert len(step.plans) == 1
-
-    def test_that_share_memory_with_a_buffer_are_refused(self) -> None:
+    @pytest.mark.parametrize("is_warm", [False, True])
+    @pytest.mark.parametrize("size", [None, 4])
+    @pytest.mark.parametrize(
+        "what", ["new", "parameter", "part of a buffer", "container", "options"]
+    )
+    def test_are_refused(self, what: str, size: int | None, is_warm: bool) -> None:
         linear = torch.nn.Linear(8, 3)
         linear.register_buffer("scale", torch.ones(4))
 
-        @functools.cache
-        def part(length):
-            return linear.scale[:length]
+        @functools.lru_cache(size)
+        def kept() -> Any:
+            match what:
+                case "new":
+                    return torch.ones(3)
+                case "parameter":
+                    return linear.weight[0, :3] if not is_warm else linear.weight
+                case "part of a buffer":
+                    return linear.scale[:3]
+                case "options":
+                    return {"scale": 2.0}
+            return {"scale": [torch.ones(3)]}
 
-        part(3)
-        with pytest.raises(roam.CaptureError) as refusal:
-            roam.capture(lambda x: (linear(x) * part(3)).sum(), torch.ones(2, 8))
-        assert refusal.value.code == "unknown_tensor"
+        def step(x: torch.Tensor) -> torch.Tensor:
+            found = kept()
+            if what == "container":
+                found = found["scale"][0]
+            return (linear(x) * (found["scale"] if what == "options" else found.sum())).sum()
+
+        if is_warm:
+            kept()
+        before = kept() if is_warm else None
+        for _ in range(2):
+            with pytest.raises(roam.CaptureError, match="lru_cache") as caught:
+                roam.compile(step).plan(torch.ones(2, 8))
+            assert caught.value.code in {"moved", "unknown_tensor"}
+        assert not is_warm or kept() is before
+        unread = roam.compile(lambda x: linear(x).sum() if x.ndim == 2 else kept())
+        assert_same_bits([linear(torch.ones(2, 8)).sum()], [unread(torch.ones(2, 8))])
 
 
 class Growing(torch.nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from newer import needs_2_15
 from steps import Block, images, same_by_plan
 
 functional = torch.nn.functional
@@ -54,6 +56,8 @@ class TestDictionariesWithTensorsForKeys:
 
         same_by_plan(script)
 
+    @pytest.mark.auto
+    @needs_2_15
     def test_a_frozen_set_of_parameters(self) -> None:
         def script(wrap):
             model = Block()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -152,7 +153,8 @@ def test_caches_are_searched_where_a_fake_is_left(
 
     compiled = roam.compile(step)
     for rows in (2, 3):
-        compiled(torch.ones(rows, 4))
+        with pytest.raises(roam.CaptureError) if keeps else contextlib.nullcontext():
+            compiled(torch.ones(rows, 4))
         assert not isinstance(scale(4), FakeTensor)
         scale.cache_clear()
     assert bool(searched) is keeps

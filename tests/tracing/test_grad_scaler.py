@@ -329,7 +329,7 @@ def test_a_scaler_that_has_made_nothing_yet(state: str) -> None:
 
 
 @pytest.mark.parametrize("infinite", [(), (0,), (2,)])
-def test_a_scheduler_in_the_step(infinite: tuple[int, ...]) -> None:
+def test_a_scheduler_after_the_step(infinite: tuple[int, ...]) -> None:
     warned: list[list[str]] = []
 
     def script(wrap):
@@ -339,14 +339,17 @@ def test_a_scheduler_in_the_step(infinite: tuple[int, ...]) -> None:
 
         @wrap
         def step(x, y):
-            loss = scaled_step(net, optimizer, scaler, x, y)
+            return scaled_step(net, optimizer, scaler, x, y)
+
+        def both_steps(x, y):
+            loss = step(x, y)
             scheduler.step()
             return loss
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen = [
-                [step(x, y), states(net, optimizer, scaler, scheduler)]
+                [both_steps(x, y), states(net, optimizer, scaler, scheduler)]
                 for x, y in batches(infinite, 6)
             ]
         warned.append(

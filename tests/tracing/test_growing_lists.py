@@ -1,9 +1,12 @@
-"""Lists and deques of a step's state to which the step only adds."""
+"""Lists of a step's state to which the step only adds, by calls of their `append`."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import json
+import operator
 import statistics
 import threading
 from collections import defaultdict, deque
@@ -111,7 +114,7 @@ def _attribute(train: Step) -> Built:
         def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = train(x, y)
             self.history.append(loss.detach())
-            self.history += [1, "epoch"]
+            self.history.append([1, "epoch"])
             return loss
 
     trainer = Trainer()
@@ -146,12 +149,13 @@ def _class_attribute(train: Step) -> Built:
 
 
 def _entry(train: Step) -> Built:
-    log: dict[str, Any] = {"train": [[]], "loss": []}
+    log: dict[str, Any] = {"double": [], "loss": []}
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = train(x, y)
         log["loss"].append((loss.item(), {"loss": loss.detach()}))
-        log["train"][0].append(2 * loss.item())
+        for key in ("double",):
+            log[key].append(2 * loss.item())
         return loss
 
     return step, log
@@ -213,7 +217,7 @@ def _module(train: Step) -> Built:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.history.append(x.item())
-            self.history += [x.detach()]
+            self.history.append(x.detach())
             return x
 
     module = Logging()
@@ -261,12 +265,34 @@ def _with_history(train: Step) -> Built:
 @pytest.mark.parametrize(
     "build",
     [
-        _append, _attribute, _slot, _class_attribute, _entry, _deque, _extend, _helper, _hooks, _module, _two_places, _counted,
-        _with_history,
+        _append, _attribute, _slot, _entry, _hooks, _module, _two_places, _counted, _with_history
     ],
 )  # fmt: skip
 def test_a_step_that_only_adds_to_a_list_runs_by_one_plan(build: Callable[[Step], Built]) -> None:
     _check(_trained(build))
+
+
+OTHERWISE = [_class_attribute, _deque, _extend, _helper]
+
+
+@pytest.mark.parametrize("build", OTHERWISE)
+def test_a_list_to_which_the_step_adds_otherwise_is_refused(build: Callable[[Step], Built]) -> None:
+    _refused(_trained(build))
+
+
+@pytest.mark.auto
+@needs_2_15
+@pytest.mark.parametrize("build", OTHERWISE)
+def test_a_list_to_which_the_step_adds_otherwise_runs_beside(
+    build: Callable[[Step], Built],
+) -> None:
+    (planned, log), (eager, expected) = _trained(build)(), _trained(build)()
+    step = roam.compile(planned)
+    for number in range(_CALLS):
+        assert _equal(step(*_batch(number)), eager(*_batch(number)))
+        assert _equal(log, expected), number
+    assert step.runs_beside
+    assert step.plans
 
 
 def test_entries_that_a_step_makes_in_a_default_dictionary() -> None:
@@ -286,7 +312,7 @@ def test_entries_that_a_step_makes_in_a_default_dictionary() -> None:
 def test_a_list_beside_entries_that_the_first_step_makes() -> None:
     def build(train: Step) -> Built:
         scalars: dict[str, list[Any]] = defaultdict(list)
-        queue: deque[Any] = deque()
+        queue: list[Any] = []
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = train(x, y)
@@ -471,6 +497,17 @@ def _in_tuple(train: Step) -> Built:
     return step, logs
 
 
+def _in_list(train: Step) -> Built:
+    logs: list[list[float]] = [[]]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = train(x, y)
+        logs[0].append(loss.item())
+        return loss
+
+    return step, logs
+
+
 def _in_another(train: Step) -> Built:
     losses: list[float] = []
     other: list[Any] = []
@@ -489,7 +526,8 @@ def _one_twice(train: Step) -> Built:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = train(x, y)
         entry = {"loss": loss.item()}
-        log.extend([entry, entry])
+        log.append(entry)
+        log.append(entry)
         return loss
 
     return step, log
@@ -517,6 +555,97 @@ def _left(train: Step) -> Built:
     return step, log
 
 
+class _Holder:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.table: dict[str, list[float]] = {"values": []}
+        self.names = ["values"]
+
+    def held(self) -> list[float]:
+        return self.values
+
+    @property
+    def seen(self) -> list[float]:
+        return self.values
+
+    def first(self) -> Any:
+        for name in self.names:
+            yield getattr(self, name)
+
+
+@dataclasses.dataclass
+class _Record:
+    values: list[float] = dataclasses.field(default_factory=list)
+
+
+_ways: dict[str, Callable[[Any], Any]] = {
+    "method": lambda my: my.held(),
+    "property": lambda my: my.seen,
+    "computed": lambda my: getattr(my, "".join(["val", "ues"])),
+    "generator": lambda my: next(my.first()),
+    "getter": lambda my: operator.attrgetter(my.names[0])(my),
+    "vars": lambda my: vars(my)["values"],
+    "dictionary": lambda my: my.__dict__["values"],
+    "past": lambda my: object.__getattribute__(my, "values"),
+    "copied": lambda my: copy.copy(my).values,
+    "table": lambda my: my.table["values"],
+    "of the table": lambda my: next(iter(my.table.values())),
+    "got": lambda my: my.table.get("values"),
+    "items": lambda my: [entry for _, entry in my.table.items()][0],  # noqa: RUF015
+    "starred": lambda my: dict(**my.table)["values"],
+    "another name": lambda my: (values := my.values) and values,
+    "walrus": lambda my: values if (values := my.values) else [],
+    "referents": lambda my: next(one for one in gc.get_referents(vars(my)) if type(one) is list),
+    "bound": lambda my: my.values.append.__self__,
+    "closure": lambda my: _closing(my.values).__closure__[0].cell_contents,
+}
+
+
+def _closing(values: list[float]) -> Any:
+    return lambda: values
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_in_table", [False, True])
+@pytest.mark.parametrize("way", _ways)
+def test_a_list_is_seen_to_be_read_however_the_step_comes_by_it(
+    way: str, is_in_table: bool
+) -> None:
+    def build(train: Step) -> Built:
+        my = _Holder()
+        if is_in_table:
+            my.table["values"] = my.values
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            my.values.append(0.25)
+            my.table["values"].append(0.5)
+            return train(x, y, 2.0 if len(_ways[way](my)) > 4 else 1.0)
+
+        return step, my.values
+
+    (planned, log), (eager, expected) = _trained(build)(), _trained(build)()
+    step = roam.compile(planned)
+    try:
+        for number in range(_CALLS):
+            assert torch.equal(step(*_batch(number)), eager(*_batch(number))), number
+            assert log == expected
+    except roam.CaptureError:
+        assert log == expected
+
+
+def test_fields_of_a_data_class_are_read_by_a_library() -> None:
+    def build(train: Step) -> Built:
+        record = _Record()
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            record.values.append(0.25)
+            return train(x, y, 2.0 if len(dataclasses.asdict(record)["values"]) > 3 else 1.0)
+
+        return step, record.values
+
+    _refused(_trained(build))
+
+
 LOSSES: list[float] = []
 
 
@@ -533,7 +662,8 @@ def _by_computed_name(train: Step) -> Built:
 
 
 @pytest.mark.parametrize(
-    "build", [_by_computed_name, _kept, _in_tuple, _in_another, _one_twice, _thread, _left]
+    "build",
+    [_by_computed_name, _kept, _in_tuple, _in_list, _in_another, _one_twice, _thread, _left],
 )
 def test_a_list_that_ends_up_elsewhere_or_changes_otherwise_is_refused(
     build: Callable[[Step], Built],
@@ -560,7 +690,10 @@ def test_tensors_in_the_list_are_those_of_the_state_the_arguments_and_the_result
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = train(x, y).detach()
-            log.extend([train.model[0].weight, loss, loss.reshape(1), x])  # type: ignore[attr-defined]
+            log.append(train.model[0].weight)  # type: ignore[attr-defined]
+            log.append(loss)
+            log.append(loss.reshape(1))
+            log.append(x)
             return loss
 
         return step, (log, train.model)  # type: ignore[attr-defined]
@@ -679,7 +812,7 @@ def test_each_branch_adds_its_own() -> None:
             if loss < 1.0:
                 low.append(loss.item())
             else:
-                high.extend([loss.item(), 2.0])
+                high.append([loss.item(), 2.0])
             return loss
 
         return step, (low, high)

@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from operators import op_db
 from roam.tracing.fake_kernels import meta_kernels as module
-from roam.tracing.fake_kernels import shape_rules
 from roam.tracing.fake_kernels.cache import _remembered, tensors_in
 from roam.tracing.fake_kernels.meta_kernels import SHOWN, on_meta
-from roam.tracing.fake_kernels.shape_rules import by_rule
 from roam.tracing.fakes.fake_mode import new_mode
 
 aten = torch.ops.aten
@@ -166,68 +164,3 @@ def test_what_hangs_on_the_device_is_left_to_the_fake_mode() -> None:
     made = on_meta(aten.mul.Tensor, (x, 2), {}, [x])
     assert made.device.type == "meta"
     assert made.shape == x.shape
-
-
-def test_rules_say_what_the_fake_mode_and_real_kernels_say() -> None:
-    x, y, column, row = (
-        torch.randn(2, 3, 4),
-        torch.randn(2, 3, 4),
-        torch.randn(5, 3),
-        torch.randn(3, 4),
-    )
-    weight, bias = torch.randn(4), torch.randn(4)
-    out, mean, rstd = aten.native_layer_norm(x, [4], weight, bias, 1e-5)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        *((func, (x, y)) for func in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)),
-        *((func, (x, y)) for func in (aten.tanh_backward.default, aten.sigmoid_backward.default)),
-        *((func, (x.abs(),)) for func in (aten.neg.default, aten.exp.default, aten.tanh.default, aten.sigmoid.default)),
-        *((func, (x.abs(),)) for func in (aten.relu.default, aten.sqrt.default, aten.rsqrt.default)),
-        *((aten.mul.Scalar, (x, 2)), (aten.mul.Tensor, (torch.randn(()), torch.randn(())))),
-        *((aten.mm.default, (column, row)), (aten.mm.default, (row.t(), column.t())), (aten.mm.default, (row[:1].t(), row[:1]))),
-        *((aten.addmm.default, (weight, column, row)), (aten.bmm.default, (x, y.transpose(1, 2)))),
-        *((aten.native_layer_norm.default, (x, [4], weight, bias, 1e-5)), (aten.native_layer_norm.default, (x, [3, 4], None, None, 0.1))),
-        (aten.native_layer_norm_backward.default, (y, x, [4], mean, rstd, weight, bias, [True, True, True])),
-        *((func, (x, -1, False)) for func in (aten._softmax.default, aten._log_softmax.default)),
-        *((aten._safe_softmax.default, (x, 1)), (aten._safe_softmax.default, (x, 2, None))),
-        *((func, (y, x.softmax(1), 1, x.dtype)) for func in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)),
-    ]  # fmt: skip
-    assert {func for func, _ in calls} == shape_rules._RULES.keys()
-
-    def metadata(result: Any) -> Any:
-        made = result if isinstance(result, tuple) else (result,)
-        return [
-            (t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes())
-            for t in made
-        ]
-
-    for func, args in calls:
-        for dtype in (torch.float32, torch.float64):
-            real = pytree.tree_map_only(torch.Tensor, lambda t, dtype=dtype: t.to(dtype), args)
-            real = pytree.tree_map_only(torch.dtype, lambda _, dtype=dtype: dtype, real)
-            mode = new_mode()
-            fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, real)
-            ruled = by_rule(func, fakes, {}, tensors_in(fakes))
-            assert ruled is not None, func
-            with mode:
-                assert metadata(ruled) == metadata(func(*fakes)), func
-            assert metadata(ruled) == metadata(func(*real)), func
-            assert isinstance(ruled, tuple) == isinstance(func(*real), tuple)
-
-
-def test_rules_leave_alone_what_is_in_doubt() -> None:
-    x, weight = torch.randn(2, 3), torch.randn(3)
-    doubtful: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (aten.add.Tensor, (x, weight), {}), (aten.add.Tensor, (x, x), {"alpha": 2}), (aten.add.Tensor, (x, x.double()), {}),
-        (aten.add.Tensor, (x.t(), x.t()), {}), (aten.add.Tensor, (x[:0], x[:0]), {}), (aten.mul.Tensor, (x.int(), x.int()), {}),
-        (aten.mul.Tensor, (x, 2j), {}), (aten.mul.Tensor, (torch.empty_strided((1, 3), (7, 1)), torch.randn(1, 3)), {}),
-        (aten.mm.default, (x, x), {}), (aten.mm.default, (x, weight), {}), (aten.addmm.default, (weight[:1], x, x.t()), {}),
-        (aten.bmm.default, (x[None], x[None]), {}), (aten.native_layer_norm.default, (x, [2], None, None, 1e-5), {}),
-        (aten.native_layer_norm.default, (x, [3], weight[:2], None, 1e-5), {}), (aten.native_layer_norm.default, (x.t(), [2], None, None, 1e-5), {}),
-        (aten.native_layer_norm_backward.default, (x, x, [3], x[:, :1], x[:, :1], weight, weight, [True, True, False]), {}),
-        (aten.native_layer_norm_backward.default, (x, x, [3], weight, weight, None, None, [True, True, True]), {}),
-        (aten._softmax.default, (x, 2, False), {}), (aten._softmax.default, (x.t(), 0, False), {}), (aten._softmax.default, (x[0, 0], 0, False), {}),
-        (aten._softmax.default, (x, 1, True), {}), (aten._safe_softmax.default, (x, 1, torch.float64), {}),
-        (aten._softmax_backward_data.default, (x, x, 1, torch.float16), {}), (aten._softmax_backward_data.default, (x.t(), x.t(), 1, x.dtype), {}),
-    ]  # fmt: skip
-    for func, args, kwargs in doubtful:
-        assert by_rule(func, args, kwargs, tensors_in(args)) is None, (func, args)

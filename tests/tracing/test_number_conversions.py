@@ -1,4 +1,4 @@
-"""`float(x)` and `int(x)` in a step. This file uses the two names only to call them."""
+"""`float(x)` and `int(x)` of values that a run computes: refused, and beside a plan as eagerly."""
 
 from __future__ import annotations
 
@@ -10,37 +10,23 @@ import torch
 
 import roam
 from newer import needs_2_15
-from roam.errors import CaptureError, ExecutionError
+from roam.errors import CaptureError
 from training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Step = Callable[[torch.Tensor], Any]
 
-CLASS_TAKEN_OTHERWISE = """
-def total(number):
-    return float(number) if isinstance(number, float) or kind is float else float(number)
-"""
-CALLED_ALONE = """
-from fractions import Fraction  # which asks isinstance(x, float), in a module of its own
-
-def total(number):
-    parts = [float(number) for _ in range(2)]
-    return sum(parts) + (lambda: float(number))()
-"""
-
 
 class Run:
     """A small net's steps, with what they count."""
 
-    def __init__(self, wrap: Callable[[Step], Step], lasts: str = "") -> None:
+    def __init__(self, wrap: Callable[[Step], Step]) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(6, 3)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.lengths = torch.tensor([2, 3])
         self.loss, self.right, self.scaled = 0.0, 0, 0
-        self.space: dict[str, Any] = {"kind": None}
-        exec(lasts, self.space)
         self.step = wrap(self.train)
 
     def train(self, x: torch.Tensor) -> Any:
@@ -49,8 +35,6 @@ class Run:
         loss = scores.square().mean()
         loss.backward()
         self.optimizer.step()
-        if "total" in self.space:
-            return self.space["total"](loss.detach())
         self.loss += float(loss.detach()) * len(x)
         self.right += int((scores > 0).sum())
         self.scaled += int(loss.item() * 1000)
@@ -79,33 +63,53 @@ class Run:
         return returned
 
 
+@pytest.mark.auto
+@needs_2_15
 def test_numbers_of_the_call_are_given() -> None:
-    eager, planned = Run(lambda step: step), Run(lambda step: roam.compile(step, poison=True))
+    eager, planned = Run(lambda step: step), Run(roam.compile)
     assert_same_bits(eager.steps(), planned.steps())
     assert_same_bits(list(eager.model.parameters()), list(planned.model.parameters()))
     assert (eager.loss, eager.right, eager.scaled) == (planned.loss, planned.right, planned.scaled)
-    assert len(planned.step.plans) == 2  # the first step, and all others
+    assert planned.step.runs_beside
+    assert planned.step.plans
 
 
-def test_functions_of_another_module() -> None:
-    eager, planned = Run(lambda step: step, CALLED_ALONE), Run(roam.compile, CALLED_ALONE)
-    assert_same_bits(eager.steps(), planned.steps())
-    assert "float" not in planned.space
-    assert "int" not in planned.space
+def of_a_loss(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    return float(loss.detach())
 
 
-def test_where_the_class_is_taken_otherwise_the_name_stays() -> None:
-    run = Run(roam.compile, CLASS_TAKEN_OTHERWISE)
+def of_a_count(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    return int((loss > 0).sum())
+
+
+def of_a_rate(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def of_an_item(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    return int(loss.item() * 1000)
+
+
+def in_a_list(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    return list(map(float, [loss.detach()]))
+
+
+@pytest.mark.parametrize("leaves", [of_a_loss, of_a_count, of_a_rate, of_an_item, in_a_list])
+def test_a_plan_alone_is_refused(leaves: Callable[..., Any]) -> None:
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @roam.compile
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return leaves(loss, optimizer)
+
     with pytest.raises(CaptureError, match=r"write x\.item\(\) for float\(x\)") as caught:
-        run.steps()
+        step(torch.ones(4, 6))
     assert caught.value.code == "value_reached_python"
-
-
-def test_a_number_that_has_no_integer() -> None:
-    run = Run(roam.compile)
-    run.steps()
-    with pytest.raises((ValueError, ExecutionError), match="cannot convert float NaN to integer"):
-        run.step(torch.full((4, 6), float("nan")))
 
 
 def test_an_integer_of_the_batch_is_a_size() -> None:

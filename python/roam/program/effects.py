@@ -10,17 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-from roam.errors import ExecutionError
 from roam.program.ir import History, Joined, Program, Ref
 from roam.state.equality import MISSING, show
 from roam.state.freed_gradients import lacks, note_freed, note_reset
 from roam.state.nests import copied
 from roam.state.references import ArgumentReference, GradientReference, OptimizerReference
-from roam.torch_compat.private import is_view, set_step_called
-
-VIEW: Final = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
+from roam.torch_compat.private import set_step_called
 
 
 @dataclass(slots=True)
@@ -68,10 +65,6 @@ class Effect(ABC):
 
     def giving(self, given: Any) -> Effect:
         """The same effect with other slots in `given`."""
-        return self
-
-    def after(self, count: Callable[[int], int]) -> Effect:
-        """The same effect where `count` gives how many of so many first calls are left."""
         return self
 
     def look_up(self, leaves: list[Any]) -> Any:
@@ -305,19 +298,6 @@ class MarkStepped(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reshape(_AtPlace):
-    """An argument whose (shape, strides, offset) the step changes in place."""
-
-    what = "arguments' shapes"
-    stage = 7
-    is_by_calls = False
-    layout: tuple[Any, ...]
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        ending.leaves[self.reference.index].as_strided_(*self.layout)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SetFlag(Effect):
     """A tensor from before the step whose `requires_grad` it changes, and the new value."""
 
@@ -338,24 +318,6 @@ class SetFlag(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Detach(_AtPlace):
-    """A tensor from before the step whose gradient history it ends in place."""
-
-    what = "histories ended in place"
-    stage = 9
-    is_by_calls = False
-
-    def look_up(self, leaves: list[Any]) -> Any:
-        found = held(self.reference, leaves)
-        if is_view(found):
-            raise ExecutionError(f"{self.reference.path} {VIEW}", code="failed")
-        return found
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        found.detach_()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SetSync(Effect):
     """Whether the last forward pass of a `DistributedDataParallel` in the step synchronizes: the
     module has to know it afterwards.
@@ -372,44 +334,6 @@ class SetSync(Effect):
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         self.module.require_forward_param_sync = self.is_synced
-
-
-AFTERWARDS: Final = 11
-"""Effects of this stage are applied in the caller's own modes, once all others are."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepScheduler(Effect):
-    """A scheduler's `step`, called inside the user's step and run for real after each run.
-
-    Attributes:
-        arguments: (args, kwargs) with a Ref for every tensor and live number.
-        position: how many calls came before it.
-    """
-
-    what = "schedulers"
-    stage = AFTERWARDS
-    scheduler: Any
-    path: str
-    arguments: Any
-    position: int
-
-    def key(self) -> Any:
-        return self.path, self.position
-
-    @property
-    def given(self) -> Any:
-        return self.arguments
-
-    def giving(self, given: Any) -> StepScheduler:
-        return replace(self, arguments=given)
-
-    def after(self, count: Callable[[int], int]) -> StepScheduler:
-        return replace(self, position=count(self.position))
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        args, kwargs = given
-        self.scheduler.step(*args, **kwargs)
 
 
 def rebound(program: Program) -> list[tuple[Any, int]]:

@@ -418,12 +418,7 @@ def _renumber(
     result.entering = {storages[number] for number in program.entering if number in storages}
     result.calls = [call.renamed(slot_of) for call in calls]
     result.result = replace(program.result, leaves=renamed(program.result.leaves))
-    result.effects = [
-        effect.giving(renamed(effect.given)).after(
-            lambda position: sum(old < position for old in moved)
-        )
-        for effect in program.effects
-    ]
+    result.effects = [effect.giving(renamed(effect.given)) for effect in program.effects]
     return result
 
 

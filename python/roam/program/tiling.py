@@ -412,11 +412,6 @@ def _with_early_count(program: Program, index: int) -> Program:
         needed += [makers.get(slot, -1) for slot in refs]
     order = [*range(first), *sorted(moved)]
     order += [place for place in range(first, len(calls)) if place not in moved]
-    new_of = {
-        place: at + len(made) * (place >= first and place not in moved)
-        for at, place in enumerate(order)
-    }
-    new_of[len(calls)] = len(calls) + len(made)
     ordered = [calls[place] for place in order]
     ordered[first + len(moved) : first + len(moved)] = made
     creators = {
@@ -431,10 +426,7 @@ def _with_early_count(program: Program, index: int) -> Program:
         else replace(storage, creator=creators.get(number, storage.creator))
         for number, storage in enumerate(storages)
     ]
-    return replace(
-        program, calls=ordered, slots=slots, storages=storages,
-        effects=[effect.after(lambda position: new_of[position]) for effect in program.effects],
-    )  # fmt: skip
+    return replace(program, calls=ordered, slots=slots, storages=storages)
 
 
 class _Tiling:
@@ -817,16 +809,13 @@ class _Tiling:
             added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
         calls: list[Call] = []
         tiles: list[Tile] = []
-        new_of: dict[int, int] = {}
         for index, call in enumerate(program.calls):
-            new_of[index] = len(calls)
             for tile in added.get(index, ()):
                 tiles.append(tile)
                 calls.append(tile.call)
             calls += self.added.get(index, ())
             if index not in removed:
                 calls.append(call)
-        new_of[len(program.calls)] = len(calls)
         creators: dict[int, int] = {}
         for number, call in enumerate(calls):
             for slot in call.outputs:
@@ -839,13 +828,7 @@ class _Tiling:
             else replace(storage, creator=creators.get(number, 0))
             for number, storage in enumerate(self.storages)
         ]
-        changed = replace(
-            program,
-            calls=calls,
-            slots=self.slots,
-            storages=storages,
-            effects=[effect.after(lambda position: new_of[position]) for effect in program.effects],
-        )
+        changed = replace(program, calls=calls, slots=self.slots, storages=storages)
         return Tiled(
             prune(changed),
             program,

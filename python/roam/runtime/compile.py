@@ -380,12 +380,11 @@ class Step:
         return runner
 
     def _check_worth(self, misfit: Misfit) -> None:
-        """Refuses a plan that only one value among the arguments asks for, or a list or dictionary
-        in the place of another, as others did before it, if the step can run beside a plan for all
-        of them.
+        """Refuses a plan that only one value in the arguments or the state asks for, as others did
+        before it, if the step can run beside a plan for all of them.
         """
         if (
-            (misfit.is_exchanged or misfit.place in self._known.taker.varied)
+            (misfit.may_recur or misfit.place in self._known.taker.varied)
             and self._captures.has_made(misfit.place)
             and not (self._is_fixed(misfit.place) and self._ranges.may_follow(misfit.place))
         ):

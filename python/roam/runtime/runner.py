@@ -21,13 +21,11 @@ from roam.program import copies
 from roam.program.checks import check, check_data
 from roam.program.collectives import sequences
 from roam.program.effects import (
-    AFTERWARDS,
     Drop,
     Ending,
     Rebind,
     SetSync,
     Skip,
-    StepScheduler,
     held,
     rebound,
 )
@@ -463,12 +461,7 @@ class Runner:
                     result[place] = joins(result[place], layout)
                 result = histories.all(result, program.result.histories)
                 ending = Ending(leaves, histories.of, joins, self._skipped(given))
-                effects = list(zip(self._effects, found, strict=True))
-                for (place, effect), what in effects:
-                    if effect.stage < AFTERWARDS:
-                        effect.apply(ending, given[place], what)
-            for (place, effect), what in effects:
-                if effect.stage == AFTERWARDS:
+                for (place, effect), what in zip(self._effects, found, strict=True):
                     effect.apply(ending, given[place], what)
             returned, added = pytree.tree_unflatten(result, program.result.spec)
             for (_, container), values in zip(program.result.growing, added, strict=True):
@@ -768,7 +761,6 @@ class Runner:
             or not all(effect.is_by_calls for effect in program.effects)
             or program.result.growing
             or program.assigned()
-            or any(one.position <= number for one in program.of(StepScheduler))
             or any(call.skip_if is not None for call in program.calls[:number])
         )
         # What the step puts into a place, it puts there once it has made it.

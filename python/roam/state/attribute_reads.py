@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ import torch
 from roam.errors import CaptureError
 from roam.state.classes import HEAP_TYPE, IMMUTABLE_TYPE, dictionary_of, flags_of, module_of, mro_of
 from roam.state.equality import attributes_of
-from roam.state.library_code import is_library, names_of
-from roam.state.namespaces import slots_of
+from roam.state.growing_lists import appends_next
+from roam.state.library_code import is_library
 from roam.state.policies import Policies, Policy, Retrace
 from roam.torch_compat.patches import methods_added, replaced
 
@@ -67,7 +66,6 @@ _BEHIND: Final = frozenset(
     }
 )
 _SETTERS: Final = ("__setattr__", "__delattr__")
-_OBJECTS: Final = (object.__setattr__, object.__delattr__)
 CONSTRUCTORS: Final = ("__new__", "__init__", "__post_init__")
 """What runs when an object is made. It sets attributes of the new object, whose reads do not
 count.
@@ -121,11 +119,14 @@ class Reads:
         self._reached: set[int] = set()
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
+        self.appended: dict[Edge, tuple[bool, set[str]]] = {}
+        """The attributes that hold lists to which the step only adds, as far as is known, with
+        their paths; True for dictionaries of such lists."""
+        self.looked_into: set[str] = set()
+        """The paths of those lists that a trace has done something else with."""
         self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
-        """The own `__setattr__` and `__delattr__` of each class."""
+        """The `__setattr__` and `__delattr__` of each class."""
         self._has_more = False
-        self._refusing: dict[int, Callable[[str], None]] = {}
-        """What is asked, for the rest of a trace, whether an attribute may be read."""
         self._beginnings = 0
         self.functions: list[tuple[str, Any]] = []
         """(path, function) of the user's functions that only a trace has found."""
@@ -139,6 +140,7 @@ class Reads:
         self._known_before = self._policies.copy(), frozenset(self._whole)
         self._reached = set()
         self._has_more = False
+        self.appended, self.looked_into = {}, set()
 
     def key_of(self, value: object, attributes: dict[str, Any] | None) -> int | None:
         """The key of an object whose reads are noted; None if they cannot be. Objects that share
@@ -194,6 +196,10 @@ class Reads:
         if key is None:
             return name in self._names or (name.startswith("__") and name.endswith("__"))
         return self._policies.of(edge) is Policy.READ or key in self._whole
+
+    def is_whole(self, key: int) -> bool:
+        """Whether all attributes of an object count as read."""
+        return key in self._whole
 
     def may_have_changed(self, key: int, name: str, *, is_new: bool) -> bool:
         """Whether the traced thread may have given an attribute its value of now. `is_new`: it had
@@ -302,13 +308,6 @@ class Reads:
             self.functions += new
             raise Retrace
 
-    def ask_before(self, value: object, may_read: Callable[[str], None]) -> None:
-        """For the rest of the trace: calls this with the name of each attribute of an object that
-        is about to be read.
-        """
-        if (key := self._keys.get(id(value))) is not None:
-            self._refusing[key] = may_read
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Notes what is read and set of the objects that the walks have met, by this thread and
@@ -319,7 +318,6 @@ class Reads:
             return
         self.is_traced = True
         self._set_now = set()
-        self._refusing = {}
         others = frozenset(sys._current_frames()) - {threading.get_ident()}
         plain_check: Any = inspect._check_instance  # type: ignore[attr-defined]
 
@@ -340,61 +338,22 @@ class Reads:
     ) -> Iterator[tuple[str, Callable[..., Any]]]:
         """What a class is given for the time of a trace."""
         read, (write, delete), note = object.__getattribute__, self._classes[kind], self._note
-        is_own = not issubclass(kind, torch.nn.Module) and (write, delete) != _OBJECTS
-        if is_own:
-            write, delete = self._own(write, others), self._own(delete, others)
 
         def __getattribute__(self: Any, name: str) -> Any:
             note(self, name, others)
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            if not is_own:
-                note(self, name, others, is_set=True)
+            note(self, name, others, is_set=True)
             write(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:
-            if not is_own:
-                note(self, name, others, is_deleted=True)
+            note(self, name, others, is_deleted=True)
             delete(self, name)
 
         yield "__getattribute__", __getattribute__
         yield "__setattr__", __setattr__
         yield "__delattr__", __delattr__
-
-    def _own(self, change: Callable[..., None], others: frozenset[int]) -> Callable[..., None]:
-        """A class's own `__setattr__` or `__delattr__`. It may look at the attribute before it
-        changes it, so the attribute counts as read. If it changes others past the methods that note
-        it, all of the object's count as read.
-        """
-
-        def changes(value: Any, name: str, *new: Any) -> None:
-            if threading.get_ident() in others:
-                change(value, name, *new)
-                return
-            self._note(value, name, others, is_deleted=True)
-            held: dict[str, Any] = attributes_of(value)
-            before = dict(held)
-            change(value, name, *new)
-            key = self._keys.get(id(value), id(held))
-            if key not in self._reached or key in self._whole:
-                return
-            behind = {
-                other
-                for other in before.keys() | held.keys()
-                if other != name
-                and self._policies.of((key, other)) is not Policy.READ
-                and before.get(other, held) is not held.get(other, held)
-            }
-            if behind:
-                after = dict(held)
-                held.clear()
-                held.update(before)  # no snapshot may have what is to be restored
-                self._note(value, "__dict__", others)
-                held.clear()
-                held.update(after)
-
-        return changes
 
     def _note(
         self,
@@ -415,13 +374,13 @@ class Reads:
                 return
         if is_set or is_deleted:
             self._written.add((key, name))
-        elif key in self._refusing:
-            self._refusing[key](name)
         is_all = name in _ALL
         if is_all and sys._getframe(2).f_code in _ONE_NAME:
             return
         if is_all:
             is_new = self._is_whole_new(key)
+            held = (paths for (holder, _), (_, paths) in self.appended.items() if holder == key)
+            self.looked_into.update(*held)
             self._whole.add(key)
             self._held.discard(key)
         elif (key, name) in self._set_now and not is_deleted:
@@ -434,6 +393,9 @@ class Reads:
             self._set_now.add((key, name))
             self._names.add(name)
         else:
+            is_held, paths = self.appended.get((key, name), (False, set()))
+            if paths and not appends_next(sys._getframe(2), is_held=is_held):
+                self.looked_into |= paths
             is_new = self._is_new(key, name)
             self._policies.climb(Policy.READ, [(key, name)])
             self._names.add(name)
@@ -485,20 +447,9 @@ def is_watchable(kind: type) -> bool:
         return False  # its metaclass controls how attributes of the class are set
     if _definer(kind, "__getattribute__") is not object:
         return False
-    if issubclass(kind, torch.nn.Module):
-        return not is_library(module_of(kind)) and all(
-            _definer(kind, name) in (object, torch.nn.Module) for name in _SETTERS
-        )
-    setters = [dictionary_of(_definer(kind, name))[name] for name in _SETTERS]
-    return tuple(setters) == _OBJECTS or (not slots_of(kind) and all(map(_is_followed, setters)))
-
-
-def _is_followed(setter: Any) -> bool:
-    """Whether the methods that note reads see what a `__setattr__` or `__delattr__` reads."""
-    return setter in _OBJECTS or (
-        type(setter) is types.FunctionType
-        and names_of(setter.__code__)[1] & _BEHIND <= frozenset(_SETTERS)
-    )
+    if issubclass(kind, torch.nn.Module) and is_library(module_of(kind)):
+        return False
+    return all(_definer(kind, name) in (object, torch.nn.Module) for name in _SETTERS)
 
 
 def _definer(kind: type, name: str) -> type:

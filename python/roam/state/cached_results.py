@@ -1,12 +1,9 @@
-"""Tensors that functions with a `functools.lru_cache` keep: tables of positions, rotations,
-masks.
-"""
+"""What functions with a `functools.lru_cache` keep: tables of positions, rotations, masks."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import sys
 import weakref
 from types import FunctionType, ModuleType
@@ -15,9 +12,7 @@ from typing import Any, Final
 import torch
 
 from roam.garbage import referrers
-from roam.state.equality import MISSING, Misfit, is_plain, same, same_elements
-from roam.state.nests import alike
-from roam.state.spaces import Items, Space
+from roam.state.equality import is_plain
 
 _CACHE: Any = functools._lru_cache_wrapper
 
@@ -49,11 +44,8 @@ all_caches = _Caches().now
 
 _PLAIN = frozenset((type(None), type, bool, int, float, str, bytes, FunctionType))
 """Types of most of the values that hold no results."""
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 _MOST_PARTS: Final = 1_000
 """A result of more parts is taken to hold tensors."""
-_MOST_RESULTS: Final = 256
-"""More results than this are not compared at every call."""
 
 
 def tensors_in(cache: Any) -> list[torch.Tensor]:
@@ -138,21 +130,13 @@ def _table(cache: Any) -> dict[Any, Any] | None:
     return found[0] if len(found) == 1 else None
 
 
-def results_of(cache: Any) -> list[tuple[Any, Any]]:
-    """The keys and results that a function keeps, of those results that may change or be exchanged:
-    they are no plain values, and no tensors or containers of tensors, which `Results` has. Nothing
-    of a function that keeps so many results that to look at them would take long.
+def keeps_objects(cache: Any) -> bool:
+    """Whether a function keeps results that are no plain values. Changes inside of them would not
+    be seen.
     """
-    if cache.cache_info().currsize > _MOST_RESULTS:
-        return []
-    return [
-        (key, result)
-        for key, result in _entries(cache)
-        if is_plain(key)
-        and not is_plain(result)
-        and not issubclass(type(result), torch.Tensor)
-        and (not issubclass(type(result), _CONTAINERS) or _is_free_of_tensors(result))
-    ]
+    entries = _entries(cache)
+    is_known = len(entries) == cache.cache_info().currsize
+    return not is_known or not all(is_plain(result) for _, result in entries)
 
 
 def _entries(cache: Any) -> list[tuple[Any, Any]]:
@@ -165,64 +149,5 @@ def _entries(cache: Any) -> list[tuple[Any, Any]]:
     # The table leads to elements of a linked list, which show nothing. The collector finds in the
     # function each key, followed by its result.
     keys = set(map(id, table))
-    found: dict[int, tuple[Any, Any]] = {}
-    held = gc.get_referents(cache)
-    for key, result in itertools.pairwise(held):
-        if id(key) in keys:
-            found.setdefault(id(key), (key, result))
-    return list(found.values())
-
-
-class ResultsSpace(Space):
-    """Results that a function with a cache keeps, by the keys of its table.
-
-    A result that has been forgotten may be made again. It is another object then, and fits if it
-    has the same contents. One that holds tensors does not fit once it has been forgotten: the plan
-    would read the old tensors.
-    """
-
-    __slots__ = ("_keys",)
-
-    def __init__(self, holder: Any, path: str) -> None:
-        super().__init__(holder, path, label=lambda path, _: f"a result of {path}")
-        self._keys = [key for key, _ in results_of(holder)]
-
-    def items(self) -> Items:
-        kept = dict(_entries(self.holder)) if self.holder.cache_info().currsize else {}
-        return [(place, kept.get(key, MISSING)) for place, key in enumerate(self._keys)]
-
-    def is_live(self, key: Any, old: Any, value: Any) -> bool:
-        if value is MISSING:
-            return _is_free_of_tensors(old)
-        return alike(old, value, _have_same_contents)
-
-    def put(self, items: Items) -> None:
-        pass  # a snapshot makes the function forget what is new
-
-
-def _have_same_contents(one: Any, other: Any) -> bool:
-    """Whether two values are the same, or sets of the same."""
-    is_set = type(one) is type(other) is set
-    return same_elements(one, other) if is_set else same(one, other)
-
-
-class Results:
-    """The tensors that functions with a cache keep now."""
-
-    def __init__(self, caches: list[tuple[str, Any]]) -> None:
-        kept = [(path, cache, tensors_in(cache)) for path, cache in caches]
-        self._kept = [(path, cache, tensors) for path, cache, tensors in kept if tensors]
-        self.tensors = [tensor for _, _, tensors in self._kept for tensor in tensors]
-
-    def failure(self) -> Misfit | None:
-        """None while all of them are kept, else where one is not."""
-        for path, cache, tensors in self._kept:
-            if not {id(tensor) for tensor in tensors} <= {
-                id(tensor) for tensor in tensors_in(cache)
-            }:
-                return Misfit(f"{path} keeps other results than before")
-        return None
-
-    def is_among(self, other: Results) -> bool:
-        """Whether another keeps all of these."""
-        return {id(tensor) for tensor in self.tensors} <= {id(tensor) for tensor in other.tensors}
+    held = iter(gc.get_referents(cache))
+    return [(key, next(held, None)) for key in held if id(key) in keys]

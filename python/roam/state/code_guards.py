@@ -13,7 +13,6 @@ import operator
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain, compress
 from typing import Any, Final
 
@@ -62,8 +61,6 @@ class Reliance:
         self._looked_at = 0
         self._variables: dict[Any, Any] = {}
         self._environment: dict[Any, Any] | None = None
-        self._patched: dict[Any, Any] = {}
-        """Environment variables that the step has set, with what was there before it."""
         self._holders: list[tuple[str, Mapping[str, Any], tuple[str, ...]]] = []
         self._classes: list[type] = []
         self._objects: list[tuple[str, Any]] = []
@@ -74,45 +71,41 @@ class Reliance:
         self, refuse: Callable[[str], Any]
     ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, function) for each function that reads or changes the environment;
-        `refuse` is for changes that a plan would have to make.
+        `refuse` is for changes, which a run would not make.
         """
         kind = type(os.environ)
         read, iterate, count = kind.__getitem__, kind.__iter__, kind.__len__
         write, delete = kind.__setitem__, kind.__delitem__
 
         def reading(environment: Any, key: Any) -> Any:
-            if issubclass(type(key), (str, bytes)):
+            if issubclass(type(key), (str, bytes)) and key != _OF_A_QUESTION:
                 name = environment.encodekey(key)
-                if name not in self._patched:  # what the step has set itself is the same again
-                    self._variables[name] = environment._data.get(name, MISSING)
+                self._variables[name] = environment._data.get(name, MISSING)
             return read(environment, key)
 
         def all_of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def reading_all(environment: Any) -> Any:
-                before = {**environment._data, **self._patched}
-                self._environment = {
-                    name: value for name, value in before.items() if value is not MISSING
-                }
+                self._environment = dict(environment._data)
                 return function(environment)
 
             return reading_all
 
         def changing(change: Callable[..., None]) -> Callable[..., None]:
             def changed(environment: Any, key: Any, *value: Any) -> None:
-                if issubclass(type(key), str) and all(issubclass(type(one), str) for one in value):
+                if (
+                    issubclass(type(key), str)
+                    and key != _OF_A_QUESTION
+                    and all(issubclass(type(one), str) for one in value)
+                ):
                     name = environment.encodekey(key)
                     now = environment._data.get(name, MISSING)
                     # PyTorch itself sets one whenever a function is given to torch.compile.
                     if value and now == environment.encodevalue(value[0]):
-                        if name not in self._patched:
-                            self._variables[name] = now
+                        self._variables[name] = now
                         return
-                    if key.startswith(TOLD_BY) and key != _OF_A_QUESTION:
-                        refuse(
-                            f"the step sets the environment variable {key}, by which libraries choose kernels, "
-                            "and a plan runs all kernels with what is set around the call; set it outside of the step"
-                        )
-                    self._patched.setdefault(name, now)
+                    refuse(
+                        f"the step sets the environment variable {key}, which a run would not do again; set it outside of the step"
+                    )
                 change(environment, key, *value)
 
             return changed
@@ -122,29 +115,6 @@ class Reliance:
         yield kind, "__len__", all_of(count)
         yield kind, "__setitem__", changing(write)
         yield kind, "__delitem__", changing(delete)
-
-    @contextmanager
-    def environment_kept(self, refuse: Callable[[str], Any]) -> Iterator[None]:
-        """A block at whose end the environment is as before; `refuse` is for a step that has not
-        put it back itself.
-        """
-        environment = os.environ
-        try:
-            yield
-            for name, before in self._patched.items():
-                if environment._data.get(name, MISSING) != before:  # type: ignore[attr-defined]
-                    refuse(
-                        f"the step sets the environment variable {environment.decodekey(name)}, which a captured step would not "
-                        "do again; set it outside of the step, or put back what was there before the step ends"
-                    )
-        finally:
-            for name, before in [*self._patched.items()]:
-                key = environment.decodekey(name)
-                if before is MISSING:
-                    environment.pop(key, None)
-                else:
-                    environment[key] = environment.decodevalue(before)
-            self._patched.clear()
 
     def unreached(self, reach: Reach) -> list[tuple[str, types.FunctionType]]:
         """The user's functions that ran, or that a library's code names, and that were not found by

@@ -157,8 +157,8 @@ class SequenceSpace(Space):
 
 
 class FrozenSpace(Space):
-    """A tuple or a frozen set. To change an entry, another one with the new entry is put in all
-    places that hold this one.
+    """A tuple or a frozen set. To change an entry of a tuple, another one with the new entry is put
+    in all places that hold this one.
     """
 
     __slots__ = ("places",)
@@ -174,7 +174,11 @@ class FrozenSpace(Space):
 
     @property
     def takes_others(self) -> bool:
-        return bool(self.places) and all(space.takes_others for space, _ in self.places)
+        return (
+            self.kind == "tuple"
+            and bool(self.places)
+            and all(space.takes_others for space, _ in self.places)
+        )
 
     @property
     def kind(self) -> str:
@@ -208,8 +212,7 @@ class FrozenSpace(Space):
         if not self.takes_others:
             super().set(key, value)
         entries = [value if place == key else entry for place, entry in self.items()]
-        kind = type(self.now())
-        new = (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, entries)
+        new = tuple.__new__(type(self.now()), entries)
         for space, name in self.places:
             space.set(name, new)
 
@@ -230,27 +233,18 @@ _MOST_MOVED: Final = 64
 
 
 class SetSpace(Space):
-    """A set. Its elements are their own keys. An element remains the key of its place while another
-    one is there, until `put`.
-    """
+    """A set. Its elements are their own keys."""
 
-    __slots__ = ("_others",)
-
-    def __init__(self, holder: set[Any], path: str, **options: Any) -> None:
-        super().__init__(holder, path, **options)
-        self._others: dict[int, Any] = {}
+    __slots__ = ()
 
     def items(self) -> Items:
         return [(element, element) for element in set.__iter__(self.holder)]
 
     def put(self, items: Items) -> None:
-        self._fill([element for element, _ in items])
-        self._others = {}
-
-    def _fill(self, elements: list[Any]) -> None:
         """Gives the set these elements, and as far as possible in this order. An element that finds
         its slot taken goes to another one, so it may have to be added last.
         """
+        elements = [element for element, _ in items]
         kept = set(map(id, elements))
         for element in list(set.__iter__(self.holder)):
             if id(element) not in kept:
@@ -265,20 +259,6 @@ class SetSpace(Space):
             set.update(self.holder, [element for n, element in enumerate(order) if n != moved])
             if all(map(operator.is_, set.__iter__(self.holder), elements)):
                 return
-
-    def get(self, key: Any) -> Any:
-        wanted = self._others.get(id(key), key)
-        return next(
-            (element for element in set.__iter__(self.holder) if element is wanted), MISSING
-        )
-
-    def set(self, key: Any, value: Any) -> None:
-        wanted = self._others.get(id(key), key)
-        elements = [
-            value if element is wanted else element for element in set.__iter__(self.holder)
-        ]
-        self._fill(elements)
-        self._others[id(key)] = value
 
 
 class FactorySpace(Space):

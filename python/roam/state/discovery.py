@@ -33,7 +33,6 @@ from roam.errors import CaptureError
 from roam.own_code import is_compiled_step
 from roam.state.arguments import flatten_with_paths, parts_of
 from roam.state.attribute_reads import CONSTRUCTORS, Edge, Reads
-from roam.state.cached_results import ResultsSpace, results_of
 from roam.state.classes import (
     dictionary_of,
     member_of,
@@ -57,7 +56,7 @@ from roam.state.containers import (
 )
 from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain, members_in
 from roam.state.global_state import surrounding_code
-from roam.state.growing_lists import KINDS, Growing
+from roam.state.growing_lists import Growing, may_find, only_appends
 from roam.state.library_code import (
     asked_names,
     imports_of,
@@ -69,7 +68,6 @@ from roam.state.library_code import (
     is_reporter,
     is_watcher,
     names_of,
-    tested_names,
     texts_of,
 )
 from roam.state.namespaces import (
@@ -87,7 +85,7 @@ from roam.state.namespaces import (
 )
 from roam.state.nests import is_user_dict, may_be_opened, visit
 from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
-from roam.state.optimizer_spaces import SCHEDULER_COUNTERS, OptimizerSpace, ScalerSpace
+from roam.state.optimizer_spaces import OptimizerSpace, ScalerSpace
 from roam.state.policies import Policy, Retrace
 from roam.state.reach import Place, Reach, Slot, TensorKind
 from roam.state.spaces import Space, child
@@ -124,10 +122,8 @@ _WHILE_ENTERED: Final = frozenset(
     {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
 )
 """Attributes that only these contexts use, while they are entered."""
-_TAKE_STAND_INS: Final = (
-    AttributesSpace, CellSpace, ClassSpace, MappingSpace, NamesSpace, SequenceSpace, SlotsSpace
-)  # fmt: skip
-"""The spaces in which a stand-in can take the place of a list."""
+_DICTIONARIES: Final = (dict, defaultdict)
+"""Classes of what may hold lists that grow."""
 _MOST_SPACES: Final = 1_000_000
 # An attribute that holds more than this is left out until the step looks at it: data sets, replay
 # buffers.
@@ -163,7 +159,7 @@ def reach_of(
             attributes count as looked at.
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
         closed: identities of the containers among the arguments that are not taken apart.
-        growing: paths of the lists and deques to which the step only adds.
+        growing: paths of the lists to which the step only adds.
 
     Raises:
         CaptureError: if the function reaches so much that guarding it would cost more than the
@@ -208,10 +204,12 @@ class _Walk:
         self.closed = closed
         self.growing = growing
         self.grown: list[tuple[str, Any]] = []  # those of them that have been met
-        self.unplaced: set[int] = set()  # lists held where no other can be put
+        self.unplaced: set[int] = set()  # lists and dictionaries that are held otherwise
+        self.holding: defaultdict[int, list[tuple[Space, Any, Edge | None]]] = defaultdict(
+            list
+        )  # places of lists and dictionaries, and by which reads the step gets there
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.given: dict[int, object] = {}  # the containers among the arguments
-        self.tested: frozenset[str] = frozenset()  # names of classes that a function only tests
         self.asks_seeds = False  # whether code names a generator's `initial_seed`
         self.made: set[int] = set()  # classes of which the step may make objects
         self.guarded: deque[_Item] = deque()
@@ -237,7 +235,7 @@ class _Walk:
         self.is_held = True
         self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
             list
-        )  # places of tuples, frozen sets, and what may grow
+        )  # places of tuples and frozen sets
         self.classes: set[int] = set()  # those whose attributes have been entered
         self.slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
 
@@ -286,37 +284,54 @@ class _Walk:
         ]
 
     def note_growing(self) -> None:
-        """Notes the lists that grow, with all places that hold them.
+        """Notes the lists that grow.
 
         Raises:
-            Retrace: one of them is held where no stand-in can be put in its place.
+            Retrace: the step may do more with one of them than to add to it.
         """
         if not self.grown:
             return
-        guarded = {id(place.space) for place in self.reach.places if place.guarded}
+        is_blind = any(may_find(code, names) for code, names in self.reach.code.items())
         entered = {id(place.space.holder) for place in self.reach.places}
-        cannot_grow: list[str] = []
+        others: list[str] = []
         for path, container in self.grown:
-            places = self.frozen[id(container)]
-            takes_others = all(
-                id(space) in guarded
-                and isinstance(space, _TAKE_STAND_INS)
-                and not space.is_immutable
-                and space.get(key) is container
-                for space, key in places
-            )
-            if (
-                places
-                and takes_others
-                and id(container) not in self.unplaced | entered
-                and id(container) not in self.given
-                and id(container) not in self.closed
-            ):
-                self.reach.growing.append(Growing(path, container, places))
-            else:
-                cannot_grow.append(path)
-        if cannot_grow:
-            raise Retrace({Policy.FIXED: cannot_grow})
+            if is_blind or id(container) in entered or not self._only_adds(path, container):
+                others.append(path)
+                continue
+            self.reach.growing.append(Growing(path, container))
+            self._place(SequenceSpace(container, path), guarded=False)
+        if others:
+            raise Retrace({Policy.FIXED: others})
+
+    def _only_adds(self, path: str, container: Any, *, is_held: bool = False) -> bool:
+        """Whether code takes a list out of all its places only to append to it, as far as can be
+        told before it runs; `is_held`: the same of a dictionary that has the list as an entry.
+        """
+        places = self.holding[id(container)]
+        known = (self.unplaced, self.given, self.closed)
+        return (
+            bool(places)
+            and not any(id(container) in others for others in known)
+            and all(self._adds_at(path, *place, is_held=is_held) for place in places)
+        )
+
+    def _adds_at(
+        self, path: str, space: Space, key: Any, edge: Edge | None, *, is_held: bool
+    ) -> bool:
+        code: list[types.CodeType] = []
+        if edge is not None:  # seen where the step reads the attribute
+            if edge[0] is None or self.reads.is_whole(edge[0]):
+                return False
+            self.reads.appended.setdefault(edge, (is_held, set()))[1].add(path)
+            return self.reads.appended[edge][0] is is_held
+        if type(space) is NamesSpace:
+            code = [one for one, names in self.reach.code.items() if names is space.holder]
+        elif type(space) is CellSpace:
+            key, cells = space.name, self.reach.cells.items()
+            code = [one for one, held in cells if any(cell is space.holder for cell in held)]
+        elif type(space) is MappingSpace and type(space.holder) in _DICTIONARIES and not is_held:
+            return self._only_adds(path, space.holder, is_held=True)
+        return bool(code) and all(only_appends(one, key, is_held=is_held) for one in code)
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at
@@ -436,12 +451,14 @@ class _Walk:
             self._class_of_kind(type(member))
             self._dictionary(member, path)
         if not is_plain(value):
-            if issubclass(type(value), type) and not self._is_tested(place):
+            if issubclass(type(value), type):
                 self._constructors(value)
-            may_grow = bool(self.growing) and type(value) in KINDS
-            if place is None and may_grow:
-                self.unplaced.add(id(value))
-            if place is not None and (may_grow or issubclass(type(value), (tuple, frozenset))):
+            if self.growing and type(value) in (list, *_DICTIONARIES):
+                if place is None:
+                    self.unplaced.add(id(value))
+                else:
+                    self.holding[id(value)].append((*place, self.needed))
+            if place is not None and issubclass(type(value), (tuple, frozenset)):
                 self.frozen[id(value)].append(place)
             self._link(value)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
@@ -516,22 +533,19 @@ class _Walk:
             return
         self.holder = None if _is_replaced(value) else id(value)
         self.reach.has_reporters |= is_reporter(value)
-        if kind in KINDS and path in self.growing:
+        if kind is list and path in self.growing:
             self.grown.append((path, value))
         elif issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
             self.optimizers.append((value, path, self.edge))
-        elif issubclass(kind, _SCHEDULERS):
-            self._list(self.reach.schedulers, value, path)
-            self._live_object(value, path)
-            self._scheduler(value, path)
         elif issubclass(kind, torch.amp.GradScaler):
             self._list(self.reach.scalers, value, path)
             self._place(ScalerSpace(value, path), guarded=True)
-            own = (name for name in attributes_of(value) if name.startswith("_"))
+            attributes = attributes_of(value)
+            own = (name for name in attributes if name.startswith("_"))
             self._by_name(value, path).update(own)
-            self._live_object(value, path)
+            self._fill_live(MappingSpace(attributes, path, label=child), "state")
         elif issubclass(kind, torch.Generator):
             self._list(self.reach.generators, value, path)
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
@@ -633,8 +647,6 @@ class _Walk:
             self._list(self.reach.caches, value, path)
             self._enqueue(value.__wrapped__, path)
             self._dictionary(value, path)
-            if results_of(value):
-                self._fill(ResultsSpace(value, path))
         elif is_compiled_step(kind):
             # A compiled step inside of another is the user's function.
             self._enqueue(value.__wrapped__, path)
@@ -656,6 +668,8 @@ class _Walk:
             if issubclass(kind, OPERATORS):  # which look things up when these are needed
                 self._by_name(value, path).update(attributes_of(value))
                 return
+            if issubclass(kind, _SCHEDULERS):
+                self._list(self.reach.schedulers, value, path)
             if (asking := reader_of(value)) is not None:
                 self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
                 self._place(ReadSpace(value, path, *asking))
@@ -782,31 +796,6 @@ class _Walk:
         self._fill(space, kind)
         self.is_guarding = was
 
-    def _live_object(self, value: object, path: str) -> None:
-        """A scheduler or a scaler: its attributes change from step to step; its optimizer is
-        entered as an optimizer.
-        """
-        attributes = value.__dict__
-        self._fill_live(MappingSpace(attributes, path, label=child), "state")
-        for name, part in attributes.items():
-            if issubclass(type(part), torch.optim.Optimizer):
-                self.guarded.append((part, f"{path}.{name}", self.edge))
-
-    def _scheduler(self, scheduler: Any, path: str) -> None:
-        """Guard what the step itself reads of a scheduler. If its reads cannot be noted, nothing is
-        guarded, since nobody knows what its `step()` changes at every call.
-        """
-        attributes = scheduler.__dict__
-        key = self.reads.key_of(scheduler, attributes)
-        names = self.reads.names_of(key)
-        if names is None:
-            read = attributes.keys() if key is not None and self.reads.is_narrow else ()
-            self._by_name(scheduler, path).update(attributes)
-        else:
-            read = names
-        guarded = sorted(set(read) - {*SCHEDULER_COUNTERS, "step", "optimizer"})
-        self._fill(AttributesSpace(attributes, guarded, path, label=child), guarded=True, owner=key)
-
     def _partial(
         self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]
     ) -> None:
@@ -818,7 +807,6 @@ class _Walk:
     def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
         of = "" if is_root else f" of {function.__qualname__}"
         self._place(FunctionSpace(function, path))
-        self.tested = tested_names(function.__code__)
         self.reach.code[function.__code__] = function.__globals__
         self.reach.cells[function.__code__] = function.__closure__ or ()
         code, defaults = function.__code__, function.__defaults__ or ()
@@ -834,16 +822,10 @@ class _Walk:
                 )
             )
         for space in _cells(function, of):
-            cell, name = space.holder, space.name
-            self._link(cell)
-            if self._is_new(cell):
-                with self._in(None if self.holder is None else cell):
+            self._link(space.holder)
+            if self._is_new(space.holder):
+                with self._in(None if self.holder is None else space.holder):
                     self._fill(space)
-                continue
-            [(_, held)] = space.items()
-            # The functions seen before may only have tested the class.
-            if issubclass(type(held), type) and name not in self.tested:
-                self._constructors(held)
         self._dictionary(function, path)
         self._globals(function, is_root)
 
@@ -996,14 +978,6 @@ class _Walk:
         if not is_library(module_of(kind)):
             queue = self.guarded if self.is_guarding else self.live
             queue.append((kind, qualname_of(kind), self.edge))
-
-    def _is_tested(self, place: tuple[Space, Any] | None) -> bool:
-        """Whether the function that is being entered makes no objects of the class at a place."""
-        return (
-            place is not None
-            and type(place[0]) in (NamesSpace, CellSpace)
-            and place[1] in self.tested
-        )
 
     def _constructors(self, kind: type) -> None:
         """Enter what runs if the step makes an object of a class that it names."""
@@ -1174,7 +1148,6 @@ def _is_replaced(value: Any) -> bool:
             torch.nn.RNNBase,
             torch.optim.Optimizer,
             torch.amp.GradScaler,
-            *_SCHEDULERS,
         ),
     ) or (
         issubclass(kind, dict)

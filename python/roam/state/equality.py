@@ -181,13 +181,14 @@ class Misfit(str):
         place: what differs, without the values: equal for misfits of one kind at one place.
         way: what is to be done.
         code: of the error, where the call is refused.
-        is_exchanged: whether a list or dictionary is in the place of another.
+        may_recur: whether a place may well be another at every call: a number, or what a list or
+            dictionary holds, or another one in its place.
     """
 
     place: str
     way: Way
     code: str
-    is_exchanged = False
+    may_recur = False
 
     def __new__(
         cls, text: str, place: str | None = None, *, way: Way = "plan", code: str = ""

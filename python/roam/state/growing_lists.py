@@ -1,157 +1,112 @@
-"""Lists and deques of a step's state to which the step only adds, as `losses.append(loss.item())`
-does.
+"""Lists of a step's state to which the step only adds, as `losses.append(loss.item())` does.
 
-While a trace runs, a stand-in takes the place of each. It is no list to code written in C, so that
-no such code can see what is in it. What the step adds is recorded beside its result, and each run
-adds the like to the real one. Whatever else is done to a stand-in is noted: the step may then
-depend on what is in the list.
+Such a list stays in its place while a step is traced. What the trace adds is recorded beside the
+step's result, and each run adds the like. Nobody compares what is in the list, so the step must not
+look at it: each instruction that takes the list out of its place, or out of a dictionary there, has
+to be followed by a call of its `append`. Code that finds values in other ways is told by the names
+in it. Whatever else is done with a list makes it one like any other.
 """
 
 from __future__ import annotations
 
+import dis
 import operator
-import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, Final
 
-from roam.state.spaces import Place
-from roam.state.value_stand_ins import StandIn, class_for
+from roam.state.library_code import instructions_of, is_installed, nested_code
 
-KINDS: Final = (list, deque)
-"""The classes of what may grow; nothing that is derived from them."""
-_ADDING: Final = ("append", "extend")
-_NOT_METHODS: Final = ("__class_getitem__", "__iadd__")
+_TAKES: Final = frozenset(
+    {
+        *("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"),
+        *("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS"),
+    }
+)
+"""Instructions that take a value by the name of a variable that is not local."""
+_NO_KEYS: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_NOTHING: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"})
+_FINDS: Final = frozenset(
+    {
+        "__closure__", "__globals__", "_current_frames", "_getframe", "cell_contents", "currentframe", "eval", "exec", "f_back",
+        "get_objects", "get_referents", "get_referrers", "getclosurevars", "globals", "import_module",
+    }
+)  # fmt: skip
+"""What code names that finds values where no walk over a step's state does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A list or deque that the step adds to, with all places that hold it."""
+    """A list that the step adds to."""
 
     path: str
-    container: Any
-    places: list[Place]
+    container: list[Any]
 
 
-class GrowingStandIn(StandIn):
-    """What takes the place of a list or deque in a trace."""
-
-    __slots__ = ("_roam_add",)
-
-    def __getattribute__(self, name: str) -> Any:
-        return (object if name in _ADDING else StandIn).__getattribute__(self, name)
-
-    def append(self, value: Any, /) -> None:
-        object.__getattribute__(self, "_roam_add")(value)
-
-    def extend(self, values: Iterable[Any], /) -> None:
-        GrowingStandIn.__iadd__(self, values)
-
-    def __iadd__(self, values: Iterable[Any]) -> Any:
-        add = object.__getattribute__(self, "_roam_add")
-        is_one = issubclass(type(values), StandIn)  # maybe this one, which grows meanwhile
-        for value in list(values) if is_one else values:
-            add(value)
-        return self
+def has_grown(container: Any, before: Sequence[Any]) -> bool:
+    """Whether a list, which held other values before, has only got more at its end."""
+    return (
+        type(container) is list
+        and len(container) > len(before)
+        and all(map(operator.is_, container, before))
+    )
 
 
-OWN_CODE: Final = frozenset(
-    method.__code__
-    for kind in (StandIn, GrowingStandIn)
-    for method in vars(kind).values()
-    if hasattr(method, "__code__")
-)
-"""That of the methods which a stand-in has for itself."""
+def may_find(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether code of the user's may find a value by a name that it computes; `names` are its
+    globals.
+    """
+    return not is_installed(code.co_filename) and any(
+        not _FINDS.isdisjoint(part.co_names)
+        or ("modules" in part.co_names and _names(part, names, sys))
+        or _names(part, names, sys.modules)
+        for part in nested_code(code)
+    )
 
 
-def _class_for(kind: type) -> type[StandIn]:
-    made = class_for(kind, GrowingStandIn, _NOT_METHODS)
-    Sequence.register(made)  # so that `match` takes it for a list, and asks for its length
-    return made
+def _names(code: CodeType, names: Mapping[str, Any], wanted: object) -> bool:
+    """Whether code names something, maybe by an import of its own."""
+    is_imported = wanted is sys and "sys" in code.co_names
+    return is_imported or any(names.get(name) is wanted for name in code.co_names)
 
 
-_CLASSES: Final = {kind: _class_for(kind) for kind in KINDS}
-
-
-class Recorded:
-    """What one trace after the other does to a list that grows.
+def only_appends(code: CodeType, name: str, *, is_held: bool) -> bool:
+    """Whether code takes a list by a name only to append to it.
 
     Args:
-        growing: the list.
-
-    Attributes:
-        value: what takes the list's place.
-        is_read: whether the step has done anything else than to add to it.
+        name: of a global, or of a variable that the code closes over.
+        is_held: whether the list is an entry of a dictionary, which has this name.
     """
+    return all(
+        _appends(found[place + 1 :], is_held)
+        for part in nested_code(code)
+        for found in [_instructions(part)]
+        for place, one in enumerate(found)
+        if one.opname in _TAKES and one.argval == name
+    )
 
-    def __init__(self, growing: Growing) -> None:
-        self.growing = growing
-        self.is_read = False
-        self._before = list(growing.container)
-        self._added: list[Any] = []
-        self._thread = threading.get_ident()
-        self._others = {thread.ident for thread in threading.enumerate()}
-        self._held: Any = growing.container.copy()
-        self.value: Any = self._stand_in()
 
-    def _stand_in(self) -> Any:
-        made: Any = object.__new__(_CLASSES[type(self.growing.container)])
-        object.__setattr__(made, "_roam_real", self._held)
-        object.__setattr__(made, "_roam_note", self._note)
-        object.__setattr__(made, "_roam_add", self._add)
-        return made
+def appends_next(frame: FrameType, *, is_held: bool) -> bool:
+    """The same of what a frame is taking now."""
+    return _appends(
+        [one for one in _instructions(frame.f_code) if one.offset > frame.f_lasti], is_held
+    )
 
-    def _note(self) -> None:
-        self.is_read = True
 
-    def _add(self, value: Any) -> None:
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self.is_read = True
-            if thread in self._others:  # it is none of the step's
-                self._before.append(value)
-                self.growing.container.append(value)
-            return
-        self._added.append(value)
-        self._held.append(value)
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return [one for one in instructions_of(code) if one.opname not in _NOTHING]
 
-    def begin(self) -> None:
-        """To be called before a trace: nothing has been added yet."""
-        self._added.clear()
-        self._held.clear()
-        self._held.extend(self._before)
 
-    def added(self) -> list[Any]:
-        """What the step has added since."""
-        return list(self._added)
-
-    def has_moved(self) -> bool:
-        """Whether the step has changed the real list, which it has found in an unknown way. The
-        list then gets back what it held.
-        """
-        if _are_same(list(self.growing.container), self._before):
+def _appends(rest: Sequence[dis.Instruction], is_held: bool) -> bool:
+    """Whether instructions begin with a call of `append`; if `is_held`, of an entry."""
+    if is_held:
+        if len(rest) < 3 or not rest[0].opname.startswith("LOAD_") or rest[0].opname in _NO_KEYS:
             return False
-        self.growing.container.clear()
-        self.growing.container.extend(self._before)
-        return True
-
-
-def has_grown(container: Any, before: list[Any]) -> bool:
-    """Whether a list or deque, which held other values before, has only got more at its end; a
-    deque with a `maxlen` may have lost some at its beginning.
-    """
-    if type(container) not in KINDS:
+        is_subscript = rest[1].opname == "BINARY_SUBSCR" or rest[1].argrepr == "[]"
+        rest = rest[2:] if is_subscript else ()
+    if not rest or rest[0].argval != "append":
         return False
-    now = list(container)
-    if type(container) is deque and len(now) == container.maxlen:
-        return not _are_same(now, before) and any(
-            _are_same(before[lost:], now[: len(before) - lost])
-            for lost in range(len(before) + 1)
-            if len(before) - lost <= len(now)
-        )
-    return len(now) > len(before) and _are_same(now[: len(before)], before)
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+    is_call = rest[0].opname == "LOAD_ATTR" and rest[0].arg is not None and rest[0].arg & 1
+    return rest[0].opname == "LOAD_METHOD" or bool(is_call)

@@ -8,7 +8,7 @@ kind are fine.
 Plain values are compared by exact type and value, floats by their bits; containers by their
 entries; everything else by identity. Tensors that are not parameters are compared by their
 metadata, so that the user may replace them. Not guarded, because a compiled step reads them anew at
-every call: learning rates, schedulers, optimizer state, loss scales, gradients.
+every call: learning rates, optimizer state, loss scales, gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 from roam.state.argument_sizes import OFFSET, ArgumentSizes, Change, lies, may_have_symbols, parted
 from roam.state.arguments import Taken, Taker, argument_path
 from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
-from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.containers import (
     ArraySpace,
@@ -139,8 +138,6 @@ class Guards:
         reach: the state, as it is now.
         ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
         reliance: what else the step relies on, settled.
-        results: the tensors that functions with a cache have to keep; without it, those that they
-            keep now.
     """
 
     def __init__(
@@ -148,7 +145,6 @@ class Guards:
         reach: Reach,
         ignore: Collection[str] = (),
         reliance: Reliance | None = None,
-        results: Results | None = None,
     ) -> None:
         ignored = tuple(ignore)
         checks = [
@@ -216,7 +212,6 @@ class Guards:
         ]
         self._object_places = {id(value): place for place, value in enumerate(held)}
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
-        self._results = Results(reach.caches) if results is None else results
 
     def failure(self) -> Misfit | None:
         """None while everything is as it was, else the first difference: its path, the old value
@@ -233,7 +228,6 @@ class Guards:
             or self._tensor_failure()
             or self._nodes.failure()
             or self._reliance.failure()
-            or self._results.failure()
         )
 
     def sizes(self) -> tuple[int, int, int]:
@@ -294,7 +288,6 @@ class Guards:
             and all(map(operator.is_, self._growing, other._growing))
             and self._nodes.watches_the_same(other._nodes)
             and self._reliance.covers(other._reliance)
-            and other._results.is_among(self._results)
             and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
         )  # fmt: skip
 
@@ -421,12 +414,14 @@ class _SpaceCheck:
                 break
             if not self._is_same(key, expected, value):
                 found = changed(space.label(key), _show(expected), show(value))
-                found.is_exchanged = type(value) is type(expected) in (list, dict)
+                found.may_recur = type(value) is type(expected) in (list, dict, int, float)
                 return found
         else:
             if len(items) == len(self.expected):
                 return None
-        return self._key_change(items)
+        found = self._key_change(items)
+        found.may_recur = True
+        return found
 
     def expects_the_same(self, other: _SpaceCheck) -> bool:
         """Whether another check compares the same holder with the same contents, except for what

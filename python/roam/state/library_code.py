@@ -335,7 +335,6 @@ def _has(code: types.CodeType, instructions: frozenset[int]) -> bool:
 
 
 _IMPORTS: Final = _numbers("IMPORT_NAME")
-_TESTING: Final = _numbers("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR")
 
 
 @functools.cache
@@ -386,64 +385,3 @@ def is_added_builtin(name: str) -> bool:
     if isinstance(value, types.BuiltinFunctionType):
         return value.__self__ is not builtins
     return not isinstance(value, type) or value.__module__ != "builtins"
-
-
-_TESTS: Final = frozenset({"isinstance", "issubclass", "super"})
-_LOADS: Final = frozenset(
-    {
-        *("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"),
-        *("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS"),
-    }
-)
-_IDLE: Final = frozenset({"BUILD_TUPLE", "EXTENDED_ARG", "CACHE", "PRECALL", "NOP"})
-
-
-def tested_names(code: types.CodeType) -> frozenset[str]:
-    """The names that code and the functions inside it only give to `isinstance`, `issubclass`, or
-    `super`, or name in an `except`: they make no objects of these classes.
-    """
-    if not any(map(_may_test, nested_code(code))):
-        return frozenset()
-    tested, others = _uses(code)
-    return tested - others
-
-
-@functools.cache
-def _may_test(code: types.CodeType) -> bool:
-    """Whether code may test anything, told without reading all of it."""
-    return not _TESTS.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars)) or _has(
-        code, _TESTING
-    )
-
-
-@functools.cache
-def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that are tested so, and those that are used in another way."""
-    tested: set[str] = set()
-    others: set[str] = set()
-    for part in nested_code(code):
-        loaded: list[str] = []  # names whose use is not known yet
-        depth: int | None = None  # how many values are on the stack above the test
-        for instruction in instructions_of(part):
-            name = instruction.opname
-            use: set[str] | None = None
-            if name in _LOADS and instruction.argval in _TESTS:
-                others.update(loaded)
-                loaded, depth = [], 0
-                continue
-            if name in _LOADS:
-                loaded.append(instruction.argval)
-            elif name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "LOAD_SUPER_ATTR"):
-                use = tested
-            elif depth is not None and name.startswith("CALL"):
-                # With more on the stack, another function is called inside of the test's arguments.
-                use = tested if depth == instruction.arg else others
-            elif depth is None and name not in _IDLE:
-                use = others
-            if use is not None:
-                use.update(loaded)
-                loaded, depth = [], None
-            elif depth is not None and name != "PRECALL":
-                depth += dis.stack_effect(instruction.opcode, instruction.arg)
-        others.update(loaded)
-    return frozenset(tested), frozenset(others)

@@ -214,11 +214,6 @@ MATH: dict[str, Callable[..., float]] = {
     )
 }  # fmt: skip
 """Functions of Python's own that always give floats."""
-_FACTORS = {"batch_norm": 6, "batch_norm_gather_stats_with_counts": 5}
-"""Functions in C++ that take the factor of a moving average as a plain float, and its place among
-their arguments. They only hand it on.
-"""
-
 _QUESTIONS: dict[str, Callable[[Any], bool]] = {
     name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")
 }
@@ -452,28 +447,12 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
         return call
 
-    def counted(value: Any) -> Any:
-        number = value.item() if isinstance(value, torch.Tensor) else value
-        return trace.scalar_call(float, (number,)) if is_live(number) else float(number)
-
-    def with_factor(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) <= place or not is_live(args[place]):
-                return function(*args, **kwargs)
-            with trace.carried(args[place]) as factor:
-                return function(*args[:place], factor, *args[place + 1 :], **kwargs)
-
-        return call
-
     for name, function in MATH.items():
         yield math, name, of_numbers(function)
     for holder in filter(None, (math, sys.modules.get("numpy"))):
         for name, question in _QUESTIONS.items():
             yield holder, name, asking(question, getattr(holder, name))
     yield sys.modules["torch.nn.utils.clip_grad"], "float", of_numbers(float)
-    yield sys.modules["torch.nn.modules.batchnorm"], "float", counted
-    for name, place in _FACTORS.items():
-        yield torch, name, with_factor(getattr(torch, name), place)
     for module in ("torch.optim._adafactor", "torch.optim.asgd"):
         yield sys.modules[module], "max", of_numbers(max)
         yield sys.modules[module], "min", of_numbers(min)

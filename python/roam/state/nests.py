@@ -12,7 +12,6 @@ since that would change what users' own code sees.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
@@ -25,7 +24,6 @@ from roam.state.equality import MISSING, attributes_of, is_plain, pattern, same
 from roam.torch_compat.private import pytree
 
 _DATA: Final = "data"
-_EMPTY: Final = ()
 PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Classes of values that hold nothing; to ask whether something is a container or a tensor takes
 several times as long."""
@@ -176,48 +174,13 @@ def _is_container(node: Any) -> bool:
 
 
 def pattern_of(containers: list[Any]) -> list[int]:
-    """For each container, the place of the first that is the same; nothing if no two are. An empty
-    tuple is always the same one.
+    """For each container, the place of the first that is the same; nothing if no two are. Plain
+    tuples do not count: Python may take one for another.
     """
-    names = [id(one) for one in containers if one is not _EMPTY]
+    names = [id(one) for one in containers if not is_plain(one)]
     if len(set(names)) == len(names):
         return []
     return pattern(map(id, containers))
-
-
-def joined(tree: Any, places: list[int], closed: Collection[int] = ()) -> Any:
-    """A tree of new containers in which those are the same that `pattern_of` says, as places. What
-    holds one of them is changed, or made anew.
-    """
-    made = list[Any]()
-
-    def walk(node: Any) -> Any:
-        if type(node) in _LEAVES or id(node) in closed:
-            return node
-        place = len(made)
-        is_counted = _is_container(node)
-        if is_counted:
-            made.append(node)
-        held = attributes_of(node) if may_be_opened(node) else node
-        taken = level(held)
-        if taken is None:
-            return node
-        parts, spec = taken
-        others = list(map(walk, parts))
-        if any(map(operator.is_not, parts, others)):
-            if issubclass(type(held), (dict, list, deque)):
-                is_dictionary = issubclass(type(held), dict)
-                keys = list(held) if is_dictionary else range(len(others))
-                for key, part in zip(keys, others, strict=True):
-                    held[key] = part
-            else:
-                node = pytree.tree_unflatten(others, spec)
-        if is_counted:
-            made[place] = made[places[place]] if places[place] < place else node
-            return made[place]
-        return node
-
-    return walk(tree) if places else tree
 
 
 # -- objects

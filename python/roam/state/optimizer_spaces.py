@@ -21,10 +21,6 @@ LIVE_OPTIMIZER_KEYS: Final = frozenset(
 )
 
 
-SCHEDULER_COUNTERS: Final = ("last_epoch", "_step_count", "_last_lr")
-"""What each step of a scheduler changes of its attributes; a trace puts something else there."""
-
-
 class OptimizerSpace(Space):
     """An optimizer's hyper-parameters as the step sees them: through the optimizer, whichever
     objects hold them now.

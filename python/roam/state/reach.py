@@ -138,7 +138,7 @@ class Reach:
         """Everything that a trace replaces by fakes or live numbers, or runs in another way. It is
         equal for two walks if their traces would not differ.
         """
-        entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
+        entered = (self.modules, self.optimizers, self.scalers, self.generators)
         return [
             *((path, id(value)) for found in entered for path, value in found),
             *((slot.path, id(slot.tensor), slot.kind) for slot in self.slots),

@@ -1031,15 +1031,9 @@ def is_size(value: Any) -> bool:
 
 
 def calculated(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a function of `math`, `float` or `int` gives for numbers of which some follow from
-    symbols.
-    """
+    """What a function of `math` gives for numbers of which some follow from symbols."""
     symbols = next(arg.node.symbols for arg in args if is_size(arg))
     operands = [symbols.of(arg) for arg in args]
-    if function is int:
-        return torch.SymInt(operands[0].trunc())
-    if function is float:
-        return torch.SymFloat(operands[0].sym_float())
     function(*(operand.value for operand in operands))  # raises what it does for these
     return torch.SymFloat(symbols.atom(f"math.{function.__name__}", tuple(operands), "f"))
 

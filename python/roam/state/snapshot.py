@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.cached_results import forget_others, keys_of, tensors_in
+from roam.state.cached_results import forget_others, keys_of
 from roam.state.containers import (
     ArraySpace,
     MappingSpace,
@@ -26,7 +26,7 @@ from roam.state.containers import (
     entries_of,
 )
 from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_plain, same, show
-from roam.state.growing_lists import GrowingStandIn, has_grown
+from roam.state.growing_lists import has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.nests import alike
@@ -63,7 +63,7 @@ class Snapshot:
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
         self._caches = [
-            (path, cache, cache.cache_info().misses, keys_of(cache)) for path, cache in reach.caches
+            (cache, cache.cache_info().misses, keys_of(cache)) for _, cache in reach.caches
         ]
         self._sources = random_sources(reach)
         self._held = [None] * (len(self._sources) - len(reach.random_sources)) + [
@@ -78,12 +78,6 @@ class Snapshot:
         """
         reasons = [reason for _, _, changes in self._changed() for reason in changes]
         reasons += [reason for state in self._tensors for reason in state.changes()]
-        reasons += [
-            f"{path} keeps another result with tensors"
-            for path, cache, misses, _ in self._caches
-            if cache.cache_info().misses != misses
-            and any(issubclass(type(tensor), FakeTensor) for tensor in tensors_in(cache))
-        ]
         with disable_current_modes():
             for number in self._own_sources():
                 name, read, _ = self._sources[number]
@@ -124,7 +118,7 @@ class Snapshot:
 
     def following(self) -> dict[Policy, set[str]]:
         """The policies under which plans follow changes of which `moved` tells, each with the paths
-        of those places: of lists and deques that have got more at their end; of numbers that others
+        of those places: of lists that have got more at their end; of numbers that others
         have replaced, such as counters and running sums.
         """
         grown = {
@@ -239,7 +233,7 @@ class Snapshot:
                 failures.append(error)
         for state in self._tensors:
             state.restore()
-        for _, cache, misses, keys in self._caches:
+        for cache, misses, keys in self._caches:
             if cache.cache_info().misses != misses:
                 forget_others(cache, keys)  # it may hold results made of fake tensors
         with disable_current_modes():
@@ -251,7 +245,7 @@ class Snapshot:
             raise failures[0]
 
 
-_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt, GrowingStandIn)
+_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt)
 """What only capture puts in the place of another value."""
 
 
@@ -312,8 +306,6 @@ def _with_tensors(space: Space, now: Items, before: Items, tensors: dict[int, An
         )
 
     values = [real(place, value) for place, (_, value) in enumerate(now)]
-    if isinstance(space, SetSpace):
-        return [(element, element) for element in values]
     return [(key, value) for (key, _), value in zip(now, values, strict=True)]
 
 
@@ -324,8 +316,6 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     parts, others = _frozen_parts(value), _frozen_parts(old)
     if type(value) is not type(old) or parts is None or others is None:
         return False
-    if issubclass(type(value), frozenset):
-        return {id(tensors.get(id(part), part)) for part in parts} == set(map(id, others))
     return len(parts) == len(others) and all(
         _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
     )
@@ -448,7 +438,7 @@ def _difference(path: str, old: Any, value: Any) -> str:
             "if it is a library's cache, delete it at the end of the step",
             path,
         )
-        found.is_exchanged = True
+        found.may_recur = True
         return found
     return changed(path, show(old), show(value))
 

@@ -5,7 +5,6 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 
@@ -42,11 +41,6 @@ class TraceContext(Protocol):
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records arithmetic on numbers that change from step to step."""
-
-    def carried(self, number: Any) -> AbstractContextManager[float]:
-        """A plain float for a block in which code in C++ hands the number on to one operator as it
-        is; the operator is recorded with the number itself.
-        """
 
     def handed_on(self, number: Any) -> Any:
         """A plain number for code in C++ that asks for the number's value to hand it on to an

@@ -1,12 +1,12 @@
-"""Stand-ins for values: each says of what class its value is, and gives the value itself to what
-asks for more, which is noted.
+"""Stand-ins for what tokenizers leave in a batch: each says of what class it is, and refuses a step
+that looks at it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final
 
 _OWN: Final = frozenset(
@@ -24,71 +24,38 @@ _OWN: Final = frozenset(
     }
 )
 """Special methods that a stand-in has for itself."""
-_ASKED_BY_NUMPY: Final = "__array_struct__"
-"""What NumPy looks for in an object that it makes an array of."""
 
 
 class StandIn:
-    """What takes the place of a plain value in a trace. Its subclasses have the special methods of
-    the value's class, and each of them notes that the value was read.
+    """What takes the place of a value in a trace. Its subclasses have the special methods of the
+    value's class, each of which refuses the step.
     """
 
-    __slots__ = ("__weakref__", "_roam_note", "_roam_real")
+    __slots__ = ("_roam_refuse",)
 
     def __getattribute__(self, name: str) -> Any:
-        real = object.__getattribute__(self, "_roam_real")
         if name == "__class__":
-            return type(real)
-        if hasattr(type(real), name) or name == _ASKED_BY_NUMPY:
-            object.__getattribute__(self, "_roam_note")()
-        return getattr(real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_value_of(self), name, value)  # which raises an error
-
-    def __delattr__(self, name: str) -> None:
-        delattr(_value_of(self), name)
-
-
-def _value_of(stand_in: Any) -> Any:
-    return object.__getattribute__(stand_in, "_roam_real")
+            return type(self)._roam_kind  # type: ignore[attr-defined]
+        return read(self)
 
 
 def read(value: Any) -> Any:
-    """What a stand-in stands for, which counts as read; any other value itself."""
-    if not issubclass(type(value), StandIn):
-        return value
-    object.__getattribute__(value, "_roam_note")()
-    return _value_of(value)
+    """Refuses a step that looks at a stand-in; any other value is itself."""
+    if issubclass(type(value), StandIn):
+        object.__getattribute__(value, "_roam_refuse")()
+    return value
 
 
-def _special(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any) -> Any:
-        return getattr(read(self), name)(*map(read, args))
-
-    return method
-
-
-def class_for(
-    kind: type, base: type[StandIn] = StandIn, own: Collection[str] = ()
-) -> type[StandIn]:
-    """A class of stand-ins for values of a class.
-
-    Args:
-        kind: the class of the values.
-        base: what it is derived from.
-        own: further special methods that `base` has for itself.
-    """
+@functools.cache
+def _class_for(kind: type) -> type[StandIn]:
+    """A class of stand-ins for values of a class."""
     methods = {
-        name: _special(name)
+        name: lambda self, *_: read(self)
         for name in dir(kind)
-        if name.startswith("__")
-        and name not in _OWN
-        and name not in own
-        and callable(getattr(kind, name))
+        if name.startswith("__") and name not in _OWN and callable(getattr(kind, name))
     }
     return type(
-        f"StandIn_{kind.__name__}", (base,), {"__slots__": (), "_roam_kind": kind, **methods}
+        f"StandIn_{kind.__name__}", (StandIn,), {"__slots__": (), "_roam_kind": kind, **methods}
     )
 
 
@@ -119,13 +86,9 @@ def class_stood_for(kind: type) -> type:
     return kind._roam_kind if issubclass(kind, StandIn) else kind  # type: ignore[attr-defined]
 
 
-def stand_in_for(value: Any, note: Callable[[], None]) -> Any:
-    """A new stand-in for a value; it calls `note` whenever it is read."""
+def stand_in_for(value: Any, refuse: Callable[[], None]) -> Any:
+    """A new stand-in for a value; it calls `refuse` whenever it is looked at."""
     kind: Any = type(value)
     made: Any = object.__new__(_class_for(kind))
-    object.__setattr__(made, "_roam_real", value)
-    object.__setattr__(made, "_roam_note", note)
+    object.__setattr__(made, "_roam_refuse", refuse)
     return made
-
-
-_class_for = functools.cache(class_for)

@@ -146,7 +146,8 @@ PATCHES: Final = (
         ("torch.cuda.graphs.graph", ("__enter__",)),
     )),
     Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
-    Patch("<globals of the user's functions>", ("float", "int", "len"), _NUMBER, _NO_NUMBER),
+    Patch("<globals of the user's functions>", ("len",), "the length of a tensor may follow from a symbol",
+          "a step that asks for it needs a plan for each length"),
     # Kernels that PyTorch chooses by what a fake tensor cannot tell.
     Patch("torch._C._nn", ("cross_entropy_loss",), "by the number of ignored targets, C++ chooses other kernels",
           "the plan divides by another number than the eager step"),
@@ -193,10 +194,6 @@ PATCHES: Final = (
     Patch("json.encoder", ("c_make_encoder",), "the encoder in Python asks a number that changes for its value",
           "the one in C asks the user's own function what to write for such a number"),
     Patch("torch.nn.utils.clip_grad", ("float",), _NUMBER, _NO_NUMBER),
-    Patch("torch.nn.modules.batchnorm", ("float",), _NUMBER,
-          "with `momentum=None` every step needs a plan of its own, since its factor is one divided by their number"),
-    Patch("torch", ("batch_norm", "batch_norm_gather_stats_with_counts"), "C++ takes that factor for a plain float",
-          "a step that calculates the factor is refused"),
     Patch("torch.optim._adafactor", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
     Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
@@ -213,8 +210,8 @@ PATCHES: Final = (
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.utils._foreach_utils", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.amp.GradScaler", ("_lazy_init_scale_growth_tracker", "step", "_maybe_opt_step"), _SCALER, _NO_SCALER),
-    Patch("<schedulers of the step>", ("step", "last_epoch", "_step_count"),
-          "a scheduler's `step` is called after each run, on the real optimizer", "the learning rate never changes"),
+    Patch("<classes of schedulers>", ("step",), "a step that steps a scheduler is refused, and runs beside its plan",
+          "it is refused too, and the message names no remedy"),
     # Random generators.
     Patch("torch", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),
           _GENERATOR, _NO_GENERATOR),
@@ -280,7 +277,7 @@ PATCHES: Final = (
 """Everything that is replaced while a step is traced, watched or run."""
 
 USERS_GLOBALS: Final = "<globals of the user's functions>"
-SCHEDULERS: Final = "<schedulers of the step>"
+SCHEDULERS: Final = "<classes of schedulers>"
 STREAMS: Final = "<the standard streams>"
 REAL_OPTIMIZER: Final = "<the optimizer that `roam.parallelize` is given>"
 USERS_CLASSES: Final = "<classes of the user's objects>"

@@ -11,9 +11,7 @@ import torch
 
 from roam.errors import MOST_SETTLING, CaptureError
 from roam.program.effects import (
-    VIEW,
     Assemble,
-    Detach,
     Drop,
     FillState,
     MarkStepped,
@@ -24,11 +22,10 @@ from roam.program.effects import (
     SetPlain,
 )
 from roam.program.ir import History, Program, Ref
-from roam.state.containers import ArraySpace, FrozenSpace, memory_of
+from roam.state.containers import ArraySpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
 from roam.state.metadata import gradient_dtype
 from roam.state.nests import (
-    alike,
     as_tuple,
     is_bare_ordered,
     lost_attribute,
@@ -50,7 +47,6 @@ from roam.state.references import (
 from roam.state.wrappers import Form, Whole, is_wrapper, parts_of
 from roam.torch_compat.private import (
     FakeTensor,
-    is_view,
     layout_of,
     local_of,
     pytree,
@@ -59,11 +55,9 @@ from roam.torch_compat.private import (
 )
 from roam.tracing.fake_kernels.sized import recorded_number
 from roam.tracing.fakes.fake_identity import hooks_on, is_parameter, own_attributes
-from roam.tracing.fakes.gradient_history import give_history
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
-from roam.tracing.stand_ins.schedulers import check_schedulers
 
 OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
 """What to do about state that a plan cannot change."""
@@ -92,16 +86,6 @@ class Original:
         self.notes = own_attributes(tensor)
         self.gradient_dtype = _own_gradient_dtype(tensor)
 
-    def is_detached(self) -> bool:
-        """Whether the step has taken its history away in place, and given it nothing instead."""
-        tensor = self.tensor
-        return (
-            self.history is not None
-            and tensor.is_leaf
-            and not tensor.requires_grad
-            and tensor.grad is None
-        )
-
     def has_other_flag(self) -> bool:
         """Whether the step has left another `requires_grad`; a history is none of the tensor's
         own.
@@ -113,9 +97,7 @@ class Original:
         )
 
     def restore(self) -> None:
-        if self.is_detached():
-            give_history(self.tensor, self.history.refuse)
-        elif self.has_other_flag():
+        if self.has_other_flag():
             self.tensor.requires_grad_(self.flag)
 
 
@@ -216,10 +198,9 @@ def record_endings(
     with fake_state.classes_told():
         _results(fake_state, recorder, left, arguments)
     _check_literals(fake_state, recorder)
-    _keep_lists(before.plain)
     _endings(fake_state, recorder, before.tensors)
     _argument_endings(recorder, before.received)
-    _original_endings(fake_state, recorder, before.originals)
+    _original_endings(recorder, before.originals)
     _tied_endings(recorder, before.tensors, before.tied)
     _plain_endings(
         fake_state, recorder, before.plain, {reference.path for reference, _ in before.numbers}
@@ -234,7 +215,6 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
-    check_schedulers(fake_state, recorder.program)
 
 
 def _removed(reference: StateReference) -> CaptureError:
@@ -513,18 +493,7 @@ def _tied_endings(
 
 
 def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: torch.Tensor) -> None:
-    """Refuses another tensor in a parameter's place or in a frozen set, and one that requires a
-    gradient itself.
-    """
-    if (
-        isinstance(reference, PlaceReference)
-        and isinstance(reference.space, FrozenSpace)
-        and isinstance(reference.space.now(), frozenset)
-    ):
-        raise CaptureError(
-            f"the step puts another tensor at {reference.path}, in a frozen set; keep it in a list",
-            code="moved",
-        )
+    """Refuses another tensor in a parameter's place, and one that requires a gradient itself."""
     if (
         not isinstance(reference, (OptimizerReference, GradientReference))
         and reference.kind == "parameter"
@@ -537,7 +506,7 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
     check_no_leaf(tensor, reference.path, is_new=not recorder.is_original(tensor))
 
 
-def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list[Original]) -> None:
+def _original_endings(recorder: Recorder, originals: list[Original]) -> None:
     """What the step leaves on tensors from before it, apart from their values."""
     for one in originals:
         if is_wrapper(one.tensor) and _layout(one.tensor) != one.layout:
@@ -552,15 +521,11 @@ def _original_endings(fake_state: FakeState, recorder: Recorder, originals: list
                 "placements; put another DTensor in its place, or write into it",
                 code="dtensor",
             )
-        if one.is_detached():
-            if is_view(fake_state.identities.of(one.tensor)):
-                raise CaptureError(f"{one.reference.path} {VIEW}", code="outer_history")
-            recorder.program.effects.append(Detach(one.reference))
-        elif one.tensor.grad_fn is not one.history:
+        if one.tensor.grad_fn is not one.history:
             raise CaptureError(
-                f"{one.reference.path} would have a gradient history of this step afterwards, "
-                "and a plan keeps none; detach what the step writes into it, or write under "
-                "torch.no_grad()",
+                f"{one.reference.path} would have another gradient history after the step, of which "
+                "a plan keeps none; detach what the step writes into it, or write under "
+                "torch.no_grad(); put x.detach() in its place where the step ends its history",
                 code="outer_history",
             )
         if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
@@ -637,7 +602,7 @@ def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
     program = recorder.program
     for reference in fake_state.rates:
         rate = reference.get()
-        if recorder.is_as_given(reference) or recorder.is_unknown(rate):
+        if recorder.is_as_given(reference):
             continue
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.effects.append(Rebind(reference, slot))
@@ -794,34 +759,6 @@ def _nest(
     return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
 
 
-def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
-    """If the step replaces lists and dictionaries in an optimizer's state by others of the same
-    form, puts the contents of the new ones into the old ones.
-    """
-    lists = [
-        (reference, held, reference.get())
-        for reference, held in before
-        if type(held) in (list, dict)
-    ]
-    if len({id(now) for _, _, now in lists}) == len(lists):
-        for reference, held, now in lists:
-            if now is not held and alike(held, now, _are_alike, (list, dict)):
-                _refill(held, now)
-                reference.set(held)
-
-
-def _are_alike(held: Any, now: Any) -> bool:
-    return type(held) is type(now) and (issubclass(type(held), torch.Tensor) or same(held, now))
-
-
-def _refill(held: Any, now: Any) -> None:
-    for key, value in list(now.items() if type(now) is dict else enumerate(now)):
-        if type(value) in (list, dict):
-            _refill(held[key], value)
-        else:
-            held[key] = value
-
-
 def _plain_endings(
     fake_state: FakeState, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]
 ) -> None:
@@ -853,7 +790,8 @@ def _plain_endings(
                 "tensor or number under a key of its own",
                 code="optimizer_state",
             )
-            error.settles = MOST_SETTLING if type(value) in (list, dict) else 0
+            is_new = reference.path not in known
+            error.settles = MOST_SETTLING if is_new and type(value) in (list, dict) else 0
             raise error
         elif reference.path not in known and reference.path not in live:
             recorder.program.effects.append(SetPlain(reference, value))

@@ -246,14 +246,6 @@ def is_torch_file(file: str) -> bool:
     return file.startswith(_TORCH)
 
 
-def is_run_by(folder: str) -> bool:
-    """Whether code of a folder is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(folder):
-        frame = frame.f_back
-    return frame is not None
-
-
 @functools.cache
 def shown_path(file: str) -> str:
     """The user's own files in full; an installed package's from the package on, the same on every

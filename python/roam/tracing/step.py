@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -41,7 +41,6 @@ from roam.program.resized import expressions_of, replaced_in
 from roam.state.arguments import Taken, Taker, argument_path, live_integers
 from roam.state.attribute_reads import Reads
 from roam.state.autograd_hooks import check_beneath
-from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
 from roam.state.discovery import reach_of
 from roam.state.equality import MISSING, Misfit
@@ -417,17 +416,13 @@ def capture_step(
         known.regions.start()
         call = _Call(train_step, args, kwargs, keep_grads, known, asks_kernels, sized)
         are_left: Callable[[], bool] | None = None
-        doubted: tuple[Policies, CaptureError] | None = None
-        """An error that a policy may have caused, and the policies with which it was raised."""
         try:
             with marked_fakes() as are_left:
                 while True:
                     try:
                         # Captured as if all that the step sets were set, as it is next time.
                         with in_place(call.settings):
-                            captured = _captured(call)
-                            doubted = None
-                            return captured
+                            return _captured(call)
                     except Retrace as found:
                         if found.first is not None:
                             with in_place(call.settings):
@@ -437,25 +432,11 @@ def capture_step(
                         for policy, places in found.climbs.items():
                             known.climb(policy, places)
                     except CaptureError as error:
-                        grown = known.policies.places(Policy.APPENDED)
-                        if doubted is None and grown:
-                            # Maybe only because of what the policy puts in the lists' places.
-                            doubted = known.policies.copy(), error
-                            known.climb(Policy.FIXED, grown)
-                            call.settled = None
-                            continue
-                        if doubted is not None and doubted[1].code != error.code:
-                            doubted = None  # the lists stay fixed
-                        elif doubted is not None and doubted[1].settles and not error.settles:
-                            # The step can be captured with these lists once it has run.
-                            raise doubted[1] from None
                         if call.settled is not None and error.code == "step_raised":
                             # It was run with less than it leaves at once.
                             raise call.settled.refusal from error
                         raise
         finally:
-            if doubted is not None:
-                known.policies = doubted[0]
             known.layouts.clear()  # those of another rank, or of a new mesh, may be others
             if are_left is None or are_left():
                 clear_fakes(known.caches)
@@ -524,7 +505,7 @@ def _captured(call: _Call) -> CapturedStep:
         integers = live_integers(taken, args, kwargs, varied, known.policies)
     if integers and any(map(may_miss, reach.code)):
         integers = ()
-    reliance, results = Reliance(), Results(reach.caches)
+    reliance = Reliance()
     try:
         _refuse_unseen_state(reach)
         tracer = _Tracer(call, reach, reliance)
@@ -558,7 +539,6 @@ def _captured(call: _Call) -> CapturedStep:
             call.lacking |= without
             raise Retrace
     except CaptureError as error:
-        _name_metric(error, reach)
         reads.check()
         reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
@@ -591,7 +571,6 @@ def _captured(call: _Call) -> CapturedStep:
             reach,
             [reference.path for reference in kept if reference.get() is not None],
             reliance.settled(reach),
-            results,
         )
     )
     received = {
@@ -733,23 +712,9 @@ def _refusal(moved: list[str], lasting: list[str], *, may_settle: bool) -> Captu
         code="moved",
     )
     if may_settle:  # what is exchanged once is rather exchanged at every call
-        is_exchanged = any(isinstance(one, Misfit) and one.is_exchanged for one in moved)
+        is_exchanged = any(isinstance(one, Misfit) and one.may_recur for one in moved)
         error.settles = 1 if is_exchanged else MOST_SETTLING
     return error
-
-
-_METRIC: Final = "call it outside of the step, on predictions that the step returns detached"
-
-
-def _name_metric(error: CaptureError, reach: Reach) -> None:
-    """Says what to do where a metric of torchmetrics is at fault, whose code no user changes."""
-    text = str(error)
-    for path, module in reach.modules:
-        is_metric = type(module).__module__.startswith("torchmetrics.")
-        is_at_fault = f"{path}." in text or "torchmetrics/" in (error.source or "")
-        if is_metric and is_at_fault and _METRIC not in text and "validate_args" not in text:
-            error.args = (f"{text}; {path} is of torchmetrics: {_METRIC}",)
-            return
 
 
 def _resized(program: Program) -> str | None:
@@ -967,7 +932,6 @@ class _Tracer:
             yield _Faked(state, args, kwargs, Snapshot(self.reach, leaves_others=True), switches)
         finally:
             switches.restore()
-            state.growing.leave()
             snapshot.restore(state.fakes())
             state.leave()
 
@@ -990,9 +954,9 @@ class _Tracer:
                 live_numbers=live_numbers,
             )
         except CaptureError:
-            self._check_unread(faked.state, is_over=False)
+            self._check_unread()
             raise
-        self._check_unread(faked.state, is_over=True)
+        self._check_unread()
         if self.call.sized is None:  # of equal numbers only some may follow from symbols
             known.share(program)
         reads.check()
@@ -1037,18 +1001,17 @@ class _Tracer:
             return None
         return difference(first, later)
 
-    def _check_unread(self, fake_state: FakeState, *, is_over: bool) -> None:
+    def _check_unread(self) -> None:
         """Checks, after a trace, whether the step may depend on what is in the lists that grow.
 
         Raises:
             Retrace: it may.
         """
-        read = fake_state.growing.read(is_over=is_over)
-        # Dynamo would look at what is in the lists' places.
-        if self.call.known.regions.used().calls:
+        read = self.reach.reads.looked_into
+        if self.call.known.regions.used().calls:  # by which instructions, nobody knows
             read = {growing.path for growing in self.reach.growing}
         if read:
-            raise Retrace({Policy.FIXED: read})
+            raise Retrace({Policy.FIXED: set(read)})
 
     def _lasting(self, faked: _Faked) -> list[str]:
         """What the step, run again on what the last trace has left, changes in Python state that no

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from roam.errors import MOST_SETTLING, UNKNOWN_LINE, CaptureError, ExecutionError
+from roam.errors import UNKNOWN_LINE, CaptureError, ExecutionError
 from roam.interrupts import interrupts_allowed
-from roam.own_code import is_own_file
 from roam.program.effects import SetSync
 from roam.program.ir import Program
 from roam.state.arguments import Taken, Taker
 from roam.state.library_code import is_library
 from roam.state.live_scalars import LOOK_UP, LiveFloat, LiveInt
-from roam.state.nests import joined, with_dicts_opened
+from roam.state.nests import with_dicts_opened
 from roam.state.policies import Policy, Retrace
 from roam.state.references import ArgumentReference, OptimizerReference, PlaceReference, StateKeys
 from roam.state.wrappers import is_faked
@@ -48,13 +47,7 @@ from roam.tracing.numbers.rng import Watch
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import Frames, is_user_code, shown_path
 from roam.tracing.stand_ins.fake_state import FakeState
-from roam.tracing.stand_ins.function_stand_ins import (
-    OWN_BATCHES,
-    not_tracing,
-    stand_ins_placed,
-    tracing,
-)
-from roam.tracing.stand_ins.inner_tracers import refusal_of_tracer
+from roam.tracing.stand_ins.function_stand_ins import not_tracing, stand_ins_placed, tracing
 from roam.tracing.stand_ins.reporters import reports_refused
 
 
@@ -93,7 +86,6 @@ def trace(
         fake_state.kernels,
         watch,
         fake_state.number_of,
-        fake_state.results,
         True,
         fake_state.sized,
     )
@@ -142,11 +134,7 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(
-                stand_ins_placed(
-                    fake_state, recorder, frames, reductions, live_numbers=live_numbers
-                )
-            )
+            stack.enter_context(stand_ins_placed(fake_state, recorder, frames, reductions))
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:
@@ -158,28 +146,26 @@ def trace(
             stack.enter_context(recorder)
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
-            stack.enter_context(
-                fake_state.reliance.environment_kept(
-                    lambda reason: recorder.refuse(reason, code="moved")
-                )
-            )
             if fake_state.reach.has_reporters:
                 stack.enter_context(reports_refused(recorder))
             given = fake_state.taker.take(args, kwargs)
             fake_state.regions.run_begins()
+            grown = [(one, len(one.container)) for one in fake_state.reach.growing]
             try:
-                with fake_state.growing.watched():
-                    result = _run(step, args, kwargs)
+                result = _run(step, args, kwargs)
             except CaptureError:
                 fake_state.regions.check_failure()
+                fake_state.check_caches()
                 raise
             reductions.check()
-        fake_state.check_results()
+        fake_state.check_caches()
         recorder.program.reduced = reductions.modules
         recorder.program.effects += [SetSync(*synced) for synced in reductions.taken_back()]
         _check_arguments(fake_state, given, args, kwargs)
-        recorder.program.result.growing = fake_state.growing.lists()
-        left = result, fake_state.growing.added()
+        added = [(one, one.container[before:]) for one, before in grown]
+        added = [(one, values) for one, values in added if values]
+        recorder.program.result.growing = [(one.path, one.container) for one, _ in added]
+        left = result, [values for _, values in added]
         record_endings(fake_state, recorder, before, (args, kwargs), left)
         fake_state.note_numbers(recorder)
         fake_state.end_histories(before.placed)
@@ -261,21 +247,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
-    except CaptureError as error:
-        if error.code == "value_reached_python" and _is_of_loader(error):
-            raise CaptureError(
-                f"the step goes through a DataLoader at {user_line(error)}, which decides in Python, by a number that a run draws or "
-                f"computes, what a batch is; {OWN_BATCHES}",
-                code="iterator", source=user_line(error),
-            ) from error  # fmt: skip
-        if error.code == "unknown_tensor" and (
-            refusal := refusal_of_tracer(error, user_line(error))
-        ):
-            raise refusal from error
-        if _is_about_to_raise(error):
-            error.settles = MOST_SETTLING
-        raise
-    except ExecutionError:  # if another rank has left
+    except (CaptureError, ExecutionError):  # the latter if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -293,8 +265,6 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
-        if (refusal := refusal_of_tracer(error, line)) is not None:
-            raise refusal from error
         settles = _is_raised_by_user(error)
         if not settles and (given := _GIVEN_AS_NUMBER.search(_text(error))) is not None:
             raise CaptureError(
@@ -341,14 +311,6 @@ def _refused_before(error: BaseException) -> CaptureError | None:
     return before
 
 
-def _is_of_loader(error: BaseException) -> bool:
-    """Whether an exception comes from PyTorch's loaders and samplers of data."""
-    names = (
-        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-    return any(name.startswith("torch.utils.data.") for name in names)
-
-
 def _is_raised_by_user(error: BaseException) -> bool:
     """Whether a statement of the user's own code, a `raise` or an `assert`, has raised this."""
     innermost = _innermost(error)
@@ -356,27 +318,6 @@ def _is_raised_by_user(error: BaseException) -> bool:
         return False
     operation = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     return dis.opname[operation] == "RAISE_VARARGS"
-
-
-def _is_about_to_raise(error: BaseException) -> bool:
-    """Whether code of the step that an exception has come through would have gone straight on to a
-    `raise`, for whose message it needed a value.
-    """
-    frame = error.__traceback__
-    while frame is not None:
-        code, names = frame.tb_frame.f_code, frame.tb_frame.f_globals
-        # `contextlib` raises where the block that it throws an error into goes on.
-        is_passed = is_own_file(code.co_filename) or names.get("__name__") == "contextlib"
-        for one in () if is_passed else dis.get_instructions(code):
-            if one.offset <= frame.tb_lasti:
-                continue
-            if one.opname == "RAISE_VARARGS":
-                return True
-            is_jump = one.opcode in (*dis.hasjrel, *dis.hasjabs)
-            if is_jump or one.opname.startswith(("RETURN", "YIELD", "RERAISE")):
-                break
-        frame = frame.tb_next
-    return False
 
 
 def _innermost(error: BaseException) -> TracebackType | None:
@@ -442,4 +383,4 @@ def _own_arguments(
         with_dicts_opened(taken.put(leaves), closed),
         is_leaf=lambda value: issubclass(type(value), PackedSequence) or id(value) in closed,
     )
-    return *joined(made, fake_state.shared, closed), received
+    return *made, received

@@ -46,12 +46,12 @@ from roam.tracing.source_location import Frames, calls_seen
 from roam.tracing.step import Variant
 
 PYTHONS_OWN = frozenset((
-    "moved", "value_reached_python", "unknown_number", "unstable", "unsettled", "result", "file", "iterator",
+    "moved", "value_reached_python", "unstable", "unsettled", "result", "file", "iterator",
     "pickled", "tensor_attribute", "container_attribute", "wrapped_place", "owner_removed", "data_dependent",
-    "optimizer_state", "scaler", "tensor_rate", "live_power", "reach", "thread",
+    "optimizer_state", "scaler", "live_power", "reach", "thread",
     "trainer_log", "varied_argument", "parameter_replaced", "outer_history", "identity", "optimizer",
     "optimizer_form", "nested_state", "generator_state", "rate", "argument_gradient",
-    "collective", "collective_branch",
+    "collective", "collective_branch", "inplace_view",
 ))  # fmt: skip
 """Codes of refusals that are due to what a step does in Python, which a plan cannot repeat."""
 _HOST_S = 20e-6

@@ -20,7 +20,6 @@ from roam.torch_compat.private import (
 )
 from roam.tracing.compiled.code import Code, CompiledCall, Found, MadeCode, first_code, newest_first
 from roam.tracing.compiled.guarded_values import Guarded, guarded_by
-from roam.tracing.compiled.state import State, changes_of
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -30,7 +29,6 @@ class Wanted:
     """A call of a compiled function, to be compiled."""
 
     call: CompiledCall
-    state: State
     source: Source
     part: str
     """Which part of the function that the step calls it is, in words; empty for the whole."""
@@ -59,15 +57,6 @@ class Compiler:
         """
         if id(wanted.call.code) in self.given_up:
             return None
-        for name, now, then in changes_of(wanted.state):
-            what = f"set {name} to {then!r}, but torch.compile would compile the function for {now!r}, the value before the step"
-            if isinstance(then, tuple):
-                what = f"changed {name}, but torch.compile would compile the function for what was there before the step"
-            raise refused_call(
-                wanted,
-                f"before this call the step has {what}; set such attributes before the step, as model.train() does",
-                code="compiled_call",
-            )
         found: list[Code | None] = []
         try:
             wanted.call.ask(lambda callback: self._asking(wanted.call, callback, found))

@@ -73,7 +73,6 @@ from roam.tracing.compiled.compilation import Compiler, Wanted, refused_call
 from roam.tracing.compiled.frames import STAND_IN, Frame, function_of, spread, stand_in_for
 from roam.tracing.compiled.guarded_values import Guarded, changes_since
 from roam.tracing.compiled.region_operators import Unknown, region_of
-from roam.tracing.compiled.state import changes_of, state_of
 
 _MOST_ROUNDS = 8
 """How often a capture compiles calls of functions that it has compiled before."""
@@ -483,7 +482,7 @@ class Regions:
         function = self._number_of(called), id(code), cells
         key = function, arguments.key(), str(spec), settings, live
         self._order.append(key)
-        if key in self._known and not any(changes_of(self._calls[key].state, in_trace=True)):
+        if key in self._known:
             known = self._known[key]
             if known is None:
                 return self._run(frame, copy)
@@ -503,8 +502,7 @@ class Regions:
                 settings,
                 shard_groups([module for _, module in self._modules]),
             )
-            state = state_of(self._modules, function_of(code, frame), closed_over=not part)
-            self._calls[key] = self._wanted[key] = Wanted(call, state, self._line(called), part)
+            self._calls[key] = self._wanted[key] = Wanted(call, self._line(called), part)
         self._depth += 1
         before = self._watch_numbers(lambda slot: self._refuse_number() if slot < before else None)
         try:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from roam.torch_compat.private import OpOverload, base_name, in_kernel_invocation_manager
-from roam.tracing.fake_kernels.shape_rules import by_rule
 
 _VIEWS = (
     "_unsafe_view", "alias", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze", "t", "transpose",
@@ -67,8 +66,6 @@ def on_meta(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
         return NotImplemented
     if _plain_name(func) in _NORMS and _hangs_on_device(func, args, tensors):
         return NotImplemented
-    if (made := by_rule(func, args, kwargs, tensors)) is not None:
-        return made
     try:
         with in_kernel_invocation_manager(tensors[0].fake_mode):
             return func(*args, **kwargs)

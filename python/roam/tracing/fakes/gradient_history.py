@@ -47,22 +47,12 @@ class PlannedStep(torch.autograd.Function):
         return ctx.refuse()
 
 
-class _InPlace(PlannedStep):
-    """As `PlannedStep`, for a tensor that exists already."""
-
-    @staticmethod
-    def forward(ctx: Any, refuse: Refuse, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.refuse = refuse
-        ctx.mark_dirty(value)
-        return value
-
-
-_ENDS = (node_class(PlannedStep), node_class(_InPlace))
+_END = node_class(PlannedStep)
 
 
 def is_ended(tensor: torch.Tensor) -> bool:
     """Whether the history of a tensor is such a node."""
-    return isinstance(tensor.grad_fn, _ENDS)
+    return isinstance(tensor.grad_fn, _END)
 
 
 def with_history(
@@ -94,12 +84,6 @@ def _requiring(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor in turned:
             tensor.requires_grad_(False)
-
-
-def give_history(tensor: torch.Tensor, refuse: Refuse) -> None:
-    """Gives a tensor without a history such a history, in place."""
-    with torch.enable_grad():
-        _InPlace.apply(refuse, tensor, *_nothing())
 
 
 def watched_engine(
@@ -157,7 +141,7 @@ def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _ENDS):
+        if isinstance(node, _END):
             yield node, user
         else:
             waiting += [(below, node) for below, _ in node.next_functions]

@@ -162,23 +162,6 @@ class Slices:
             program.storages[storage].size_bytes for storage in (made | inputs) if storage >= 0
         )
 
-    def is_drawn(self, slot: int) -> bool:
-        """Whether a value comes from random numbers, and from nothing that is there before the
-        step.
-        """
-        self._look()
-        seen, open_slots, draws = set[int](), [slot], False
-        while open_slots:
-            number = open_slots.pop()
-            index = self._makers.get(number)
-            if index is None and all(number != constant for _, constant in self._program.constants):
-                return False
-            if index is not None and index not in seen:
-                seen.add(index)
-                draws = draws or self._program.calls[index].random
-                open_slots += self._program.calls[index].refs()
-        return draws
-
     def _ordered(self, calls: set[int]) -> list[int]:
         """Calls in program order, but first those that many guards share: arithmetic on numbers
         alone.

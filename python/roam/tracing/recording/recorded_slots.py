@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -23,13 +23,12 @@ from roam.program.ir import (
 from roam.state.equality import MISSING
 from roam.state.live_scalars import node_of
 from roam.state.nests import mapped
-from roam.state.references import ArgumentReference, part_references
+from roam.state.references import part_references
 from roam.state.trace_context import TraceContext
 from roam.state.wrappers import checked_form, is_wrapper, parts_of
 from roam.torch_compat.private import (
     TENSOR_DATA,
     FakeTensor,
-    c_pointer,
     holds_mask,
     is_dtensor,
     layout_of,
@@ -50,8 +49,6 @@ _REPLACED = (
     "the tensor was given other data where capture could not see it; write p.data = x in Python, "
     "or p.data.copy_(x)"
 )
-UNKNOWN = -1
-"""The slot of a number that cannot be known during the step."""
 
 
 class Places(Protocol):
@@ -82,7 +79,6 @@ class Slots:
         real_arguments: list[Any],
         kernels: FakeKernels,
         watch: Watch | None,
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None,
     ) -> None:
         self.program = Program()
         self.literals: list[tuple[torch.Tensor, int, Source]] = []
@@ -108,9 +104,6 @@ class Slots:
         self.assignments = 0
         """How often tensors have been given other data so far."""
         self._watch = watch
-        self._reshaped: dict[int, tuple[ArgumentReference, int, FakeTensor]] = {}
-        self._results = {} if results is None else results
-        self._held: list[Any] = []
         self._bases: dict[int, Ref | None] = {}
         """For each storage whose memory has been given back, by its pointer: the slot that has all
         of the memory that was taken instead; None while none has been taken.
@@ -188,26 +181,14 @@ class Slots:
             *((tensor, reference) for tensor, reference, _ in self.wholes.values()),
         ]
 
-    def is_unknown(self, value: Any) -> bool:
-        """Whether a number cannot be known during the step."""
-        node = node_of(value)
-        return node is not None and node.slot == UNKNOWN
-
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
-        if self._results:
-            value = self._stand_in(value)
         if issubclass(type(value), torch.Tensor):
             tag = getattr(local_of(value), "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
         node = node_of(value)
         if node is None or node.trace is not cast(TraceContext, self):
             return None
-        if node.slot == UNKNOWN:
-            self.refuse(
-                f"{node.origin} is not known until the step has run; use it outside of the step",
-                code="unknown_number",
-            )
         self.use_number(node.slot)
         return node.slot
 
@@ -226,41 +207,19 @@ class Slots:
         if self._on_number is not None:
             self._on_number(slot)
 
-    def _stand_in(self, value: Any) -> Any:
-        """The fake for a real tensor that the step has come by, which is then a constant; any other
-        value as it is.
-        """
-        if _identity(value) not in self._results:
-            return value
-        real, fake = self._results[_identity(value)]
-        is_known = getattr(fake, "_roam_slot", (None,))[0] is self
-        number = self._storage_numbers.get(c_pointer(fake.untyped_storage()))
-        if not is_known and all(
-            number != self.program.storage_of(slot) for _, slot in self.program.referenced
-        ):
-            self.add_constant(fake, real)
-            self._held.append(fake)
-        return fake
-
     def _fake(self, value: Any) -> Any:
         """The fake of a real tensor that the recorder has given out; anything else as it is."""
         return self._twins[id(value)][1] if id(value) in self._twins else value
 
     def close(self) -> None:
-        """Takes the marks off the tensors again, and gives arguments the shapes that they had."""
-        for _, slot, fake in self._reshaped.values():
-            meta = self.program.slots[slot]
-            assert meta is not None
-            fake.as_strided_(meta.shape, meta.stride, meta.offset)
-        self._reshaped.clear()
+        """Takes the marks off the tensors again."""
         given = (local_of(tensor) for tensor, _ in self._tagged.values())
-        for tensor in (*self._held, *given):
+        for tensor in given:
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot
         self._tagged.clear()
         self._ends.clear()
         self._twins.clear()
-        self._held.clear()
         self._joined.clear()
         self.wholes.clear()
         self._watch = (
@@ -307,8 +266,7 @@ class Slots:
         """
         for tensor, slot in self._tagged.values():
             data = self.slot_of(tensor)
-            is_reshaped = id(tensor) in self._reshaped and id(tensor) not in self._assigned
-            if data is None or self.program.slots[data] == self.program.slots[slot] or is_reshaped:
+            if data is None or self.program.slots[data] == self.program.slots[slot]:
                 continue
             phase, source = self._assigned[id(tensor)]
             call = Call(
@@ -496,7 +454,7 @@ class Slots:
         """The slot of a tensor that is at `place` after the step; one from before the step is
         itself, whatever its data is.
         """
-        tensor = self._fake(self._stand_in(tensor))
+        tensor = self._fake(tensor)
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(

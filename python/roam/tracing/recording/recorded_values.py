@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -47,8 +46,7 @@ from roam.tracing.numbers.scalar_guards import (
     may_decide,
 )
 from roam.tracing.recording.custom_ops import hands_on, is_mark
-from roam.tracing.recording.recorded_slots import UNKNOWN, Places, Slots
-from roam.tracing.source_location import is_run_by
+from roam.tracing.recording.recorded_slots import Places, Slots
 
 aten = torch.ops.aten
 
@@ -56,7 +54,11 @@ _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 _GIVE_INTEGERS = {int, nearest, *ROUNDING}
 _GIVE_PYTHONS = {float, *MATH.values(), *_GIVE_INTEGERS}
 """Functions that never give a `numpy.float64`, whatever they are given."""
-_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
+_STAYS = (
+    "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it outside; pass "
+    f"validate_args=False to a distribution; if chance decides, {CHANCE}"
+)
+"""What to do about a value that Python must not see."""
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
 
@@ -81,17 +83,14 @@ class Values(Slots):
         kernels: FakeKernels,
         watch: Watch | None,
         number_of: Callable[[Any], Any],
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None,
         has_code: bool,
     ) -> None:
-        super().__init__(frames, real_arguments, kernels, watch, results)
+        super().__init__(frames, real_arguments, kernels, watch)
         self.is_over = False
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
         self._has_code = has_code
-        self._carried: dict[float, tuple[Any, bool]] = {}
-        """Plain floats that stand for live numbers, and whether an operator has got one."""
         self._handed: dict[float, Any] = {}
         """Plain numbers that stand for live ones on their way to an operator of others."""
         self._slices = Slices(self.program)
@@ -161,10 +160,6 @@ class Values(Slots):
             and self._given[node.slot][0] is reference
         )
 
-    def unknown(self, origin: str) -> Any:
-        """A number that cannot be known during the step; any use of it is refused."""
-        return LiveNode(cast(TraceContext, self), UNKNOWN, False, origin).number()
-
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
         phase, source = self.frames.here()
@@ -213,35 +208,6 @@ class Values(Slots):
         )
         self._calculated[form] = live
         return live
-
-    @contextmanager
-    def carried(self, number: Any) -> Iterator[float]:
-        """A plain float for a block in which code in C++ hands the number on to one operator as it
-        is; the operator is recorded with the number itself.
-        """
-        # No two that are in use at once are the same.
-        place = len(self.program.slots) + len(self._carried)
-        carrier = math.ldexp(1.0 + place / 2**30, -900)
-        self._carried[carrier] = number, False
-        try:
-            yield carrier
-            if not self._carried[carrier][1]:
-                self.refuse(
-                    "a number that changes from call to call is given to a function that does not "
-                    "take it as it is; pass a constant, or calculate with tensors",
-                    code="value_reached_python",
-                )
-        finally:
-            del self._carried[carrier]
-
-    def _delivered(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An operator's arguments with the numbers that carriers among them stand for."""
-        found = list(args)
-        for place, value in enumerate(args):
-            if type(value) is float and value in self._carried:
-                found[place] = number = self._carried[value][0]
-                self._carried[value] = number, True
-        return tuple(found)
 
     def handed_on(self, number: Any) -> Any:
         """A plain number for code in C++ that asks for a live number's value to hand it on to an
@@ -382,22 +348,14 @@ class Values(Slots):
             "and a plan would keep the number of the capture; write x.item() for float(x) where you only calculate; for an index "
             "v[k.view(1)]; for a size torch.where(torch.arange(len(x)) < k, x, 0); for a function that takes a float its formula "
             'by operators; to show it print(f"{x.item():.3f}"); or calculate the number outside of the step and pass it as an '
-            f"argument, of which each value gets a plan of its own; {LOOK_UP}; otherwise {self._remedy(slot)}",
+            f"argument, of which each value gets a plan of its own; {LOOK_UP}; otherwise {_STAYS}",
             code="value_reached_python",
         )
-
-    def _remedy(self, slot: int) -> str:
-        """What to do about a value that Python must not see."""
-        if is_run_by(_DISTRIBUTIONS):
-            return "pass validate_args=False to the distribution"
-        if self._slices.is_drawn(slot):
-            return CHANCE
-        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it outside"
 
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
             "Python uses the value of a tensor here, and a plan would keep the outcome of the "
-            f"capture; {self._remedy(slot)}",
+            f"capture; {_STAYS}",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 
@@ -482,14 +440,7 @@ class Values(Slots):
 
     def refuse_shape(self, operator: str, source: Source) -> NoReturn:
         """Refuses an operator if nobody can know its result's shape before the step runs."""
-        reason = shape_refusal(operator)
-        # The line is not the user's.
-        if "unique" in operator and "torchmetrics/functional/classification" in source.file:
-            reason = (
-                "the metric checks its arguments by it, and the shape of its result depends on what the step computes; make the "
-                "metric with validate_args=False"
-            )  # fmt: skip
-        self.refuse(reason, code="data_dependent", op=operator, source=source)
+        self.refuse(shape_refusal(operator), code="data_dependent", op=operator, source=source)
 
     def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
         """The results of a call whose shapes values decide, and the place and value of one of them,

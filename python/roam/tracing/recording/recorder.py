@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
@@ -15,7 +15,6 @@ from roam.distributed.collectives import Launch
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
-from roam.program.effects import Reshape
 from roam.program.ir import Call, Ref, Source
 from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
@@ -105,7 +104,6 @@ class Recorder(Values, TorchDispatchMode):
         kernels: FakeKernels,
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
-        results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
         has_code: bool = False,
         sized: SizedKernels | None = None,
     ) -> None:
@@ -117,8 +115,6 @@ class Recorder(Values, TorchDispatchMode):
             kernels: remembers across recordings what kernels make of fake tensors.
             watch: over random generators.
             number_of: the number that a reference's tensor is where a plan begins.
-            results: by identity, real tensors that the step may come by as they are, each with its
-                fake.
             has_code: whether code asks for values, whose checks a run may make; a graph that others
                 made has none.
             sized: what kernels make of tensors whose sizes follow from symbols; None if there are
@@ -127,7 +123,7 @@ class Recorder(Values, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._sized_kernels = sized
         self.supports_higher_order_operators = True  # they get here, to be refused
-        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, has_code)
+        Values.__init__(self, frames, real_arguments, kernels, watch, number_of, has_code)
         self._switches = KernelSwitches()
         self._told_next = _TOLD_FIRST
 
@@ -169,8 +165,6 @@ class Recorder(Values, TorchDispatchMode):
                 return func(*args, **kwargs)
         if self._twins:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        if self._results:
-            args, kwargs = mapped(self._stand_in, (args, kwargs))
         if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
@@ -226,8 +220,6 @@ class Recorder(Values, TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=facts.is_random)
         if is_spread(func, args):
             return self._spread(*args)
-        if self._carried:
-            args = self._delivered(args)
         if looks_for_zeros(func):
             self.refuse(
                 "the gradient of prod, and of cumprod with create_graph=True, is computed in one of two ways, "
@@ -559,18 +551,10 @@ class Recorder(Values, TorchDispatchMode):
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same
         name from here on.
         """
-        slot, reference = self.slot_of(tensor), self._reference_of(tensor)
-        if (
-            isinstance(reference, ArgumentReference)
-            and reference.kind == "input"
-            and slot is not None
-        ):
-            self._reshaped[id(tensor)] = reference, slot, tensor
-        elif reference is not None:
+        if self._reference_of(tensor) is not None:
             self.refuse(
-                "it changes in place the shape of a tensor that exists before the step and is not "
-                "an argument, so every step would find another shape; use the form that returns a "
-                "view",
+                "it changes in place the shape of a tensor that exists before the step; use the "
+                "form that returns a view",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
         call.target = _view_of(call.target)
@@ -596,14 +580,6 @@ class Recorder(Values, TorchDispatchMode):
                 self._refuse_change("a change that capture cannot see", Source())
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
-        for reference, slot, tensor in self._reshaped.values():
-            if id(tensor) in self._assigned:
-                continue
-            meta = self.program.slots[slot]
-            assert meta is not None
-            now = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            if now != (meta.shape, meta.stride, meta.offset):
-                self.program.effects.append(Reshape(reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 

@@ -9,7 +9,6 @@ hold fakes while it is traced. `FakeState` finds every state reference (see
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,9 +21,9 @@ from roam.errors import CaptureError
 from roam.program.effects import rebound
 from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker, argument_path
-from roam.state.cached_results import Results, tensors_in
+from roam.state.cached_results import keeps_objects
 from roam.state.code_guards import Reliance
-from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
+from roam.state.containers import FrozenSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
 from roam.state.metadata import gradient_dtype, storage_of
@@ -74,7 +73,6 @@ from roam.tracing.fakes.fake_mode import mode_of
 from roam.tracing.fakes.gradient_history import Refuse, is_ended, with_history
 from roam.tracing.fakes.own_classes import is_own_class
 from roam.tracing.recording.recorder import Recorder
-from roam.tracing.stand_ins.growing_lists import GrowingLists
 
 _UNCAPTURED = {
     torch.optim.LBFGS: (
@@ -128,7 +126,6 @@ class FakeState:
         """
         self.reach, self.lacking = reach, lacking
         self.integers = integers
-        self.growing = GrowingLists(reach.growing, reach.code)
         self.layouts, self.regions, self.reliance = layouts, regions, reliance
         self.policies, self.taker = policies, taker
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -137,8 +134,12 @@ class FakeState:
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
         containers = containers_in((args, kwargs), self.taker.closed)
-        self.shared = pattern_of(containers)
-        """Which containers among the arguments are one and the same."""
+        if pattern_of(containers):
+            raise CaptureError(
+                "a list, dictionary or object is in two places of the step's arguments, and the "
+                "trace would get two of them; pass a copy in one of the places, as in dict(batch)",
+                code="wrapped_place",
+            )
         parts = {id(one) for parts in self.taken.objects.values() for one in parts.objects}
         self.shares_parts = not parts.isdisjoint(map(id, containers))
         """Whether one of them is also in an object that is taken apart, where it stays the same."""
@@ -201,12 +202,11 @@ class FakeState:
             sized.enter(self.kernels, self.mode)
         self.maker = Maker()
         self.identities = Identities()
-        self.results: dict[int, tuple[torch.Tensor, Any]] = {}
-        """By identity, the tensors that functions with a cache keep, each with its fake; there is
-        no way to put the fakes in their place."""
-        self._told: list[tuple[str, Any, int]] = []
-        """(path, function, hits of its cache so far) of functions with a cache that keep tensors
-        which the step comes by in another way too."""
+        self._caches = [
+            (path, cache, cache.cache_info(), keeps_objects(cache)) for path, cache in reach.caches
+        ]
+        """(path, function, what its cache said, whether it kept objects) of functions with a cache.
+        Fakes cannot be put in the places of tensors among these."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             reference.path: tensor
@@ -290,7 +290,6 @@ class FakeState:
                     if _is_tensor(parameter)
                     else others[parameter]
                 )
-        self.growing.enter()
         encodings = {
             id(leaf): stand_in_for(leaf, self._refuse_encoding)
             for leaf in self.leaves
@@ -300,14 +299,6 @@ class FakeState:
             encodings[id(leaf)] if id(leaf) in encodings else self._fake(leaf)
             for leaf in self.leaves
         ]
-        kept = Results(self.reach.caches).tensors
-        placed = {id(real) for real in kept if id(real) in self._fakes}
-        self._told = [
-            (path, cache, cache.cache_info().hits)
-            for path, cache in (self.reach.caches if placed else ())
-            if any(id(real) in placed for real in tensors_in(cache))
-        ]
-        self.results = {id(real): (real, self._fake(real)) for real in kept if _is_result(real)}
         self.forget_values()
         return self.taken.put(leaves)
 
@@ -343,18 +334,19 @@ class FakeState:
         """What stands for a tensor."""
         return self._fake(tensor)
 
-    def check_results(self) -> None:
-        """After the step: refuses it if it was given a tensor by a function with a cache, while it
-        has a fake of the same tensor elsewhere. It would take the two for different ones.
+    def check_caches(self) -> None:
+        """After the step: refuses it if it has asked a function with a cache that keeps objects,
+        whether from before it or from now on.
         """
-        for path, cache, hits in self._told:
-            if cache.cache_info().hits != hits:
+        for path, cache, before, kept_objects in self._caches:
+            now = cache.cache_info()
+            is_asked = (now.hits, now.misses) != (before.hits, before.misses)
+            if is_asked and (kept_objects or keeps_objects(cache)):
                 refuse(
                     path,
-                    "keeps a tensor in its functools.lru_cache that the step comes by in another "
-                    "way too, and capture would take the two for different tensors; leave out the "
-                    "cache",
-                    code="identity",
+                    "keeps tensors or objects in its functools.lru_cache, which a plan would keep as "
+                    "they are now; keep them as buffers or attributes, or leave out the cache",
+                    code="moved",
                 )
 
     def leave(self) -> None:
@@ -365,7 +357,6 @@ class FakeState:
             if isinstance(fake, torch.Tensor):
                 fake.grad = None
         self._fakes.clear()
-        self.results.clear()
         self.kernels.forget_fakes()
         self.maker.forget()
         if self.sized is not None:
@@ -658,7 +649,7 @@ class FakeState:
                     path, "is a TorchScript module; pass the Python module", code="script_module"
                 )
         for place in self.places:
-            if not place.space.takes_others or not _keeps_order(place.space):
+            if not place.space.takes_others:
                 refuse(
                     place.path,
                     "is held where capture cannot put a fake tensor in its place; keep it in a list or as an attribute",
@@ -731,18 +722,6 @@ def _is_tensor(value: object) -> bool:
     return issubclass(type(value), torch.Tensor)
 
 
-def _keeps_order(space: Space) -> bool:
-    """Whether a new set, made from the elements in their present order, has them in the same
-    order.
-    """
-    if not isinstance(space, SetSpace) and not (
-        isinstance(space, FrozenSpace) and isinstance(space.now(), frozenset)
-    ):
-        return True
-    elements = [element for _, element in space.items()]
-    return all(map(operator.is_, set(elements), elements))
-
-
 def _held(references: Iterator[StateReference]) -> Iterator[tuple[StateReference, torch.Tensor]]:
     return ((reference, reference.get()) for reference in references)
 
@@ -794,12 +773,6 @@ def _places(reach: Reach) -> Iterator[PlaceReference]:
         kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
         yield PlaceReference(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
-
-
-def _is_result(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.layout is torch.strided
-    )
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,8 @@ from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.live_scalars import as_live, number_stand_ins
-from roam.torch_compat.patches import STREAMS, Replacement, globals_added, replaced
+from roam.state.sizes import is_size
+from roam.torch_compat.patches import SCHEDULERS, STREAMS, Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     C_NN,
     VF,
@@ -37,7 +38,6 @@ from roam.tracing.distributed.ddp import Reductions
 from roam.tracing.fake_kernels.cache import tensors_in
 from roam.tracing.fakes.fake_identity import is_parameter
 from roam.tracing.fakes.gradient_history import watched_engine
-from roam.tracing.numbers.number_conversions import conversions, only_calling
 from roam.tracing.numbers.rng import stand_ins
 from roam.tracing.numbers.scalar_guards import may_be_asked
 from roam.tracing.recording import composite_gradients, composite_spectra, custom_ops, multi_tensor
@@ -48,7 +48,6 @@ from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
 from roam.tracing.stand_ins.opened_files import open_stand_ins
 from roam.tracing.stand_ins.reporters import report_stand_ins, stream_stand_ins
-from roam.tracing.stand_ins.schedulers import called_later
 
 _state = threading.local()
 
@@ -88,8 +87,6 @@ def stand_ins_placed(
     recorder: Recorder,
     frames: Frames,
     reductions: Reductions,
-    *,
-    live_numbers: bool,
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
@@ -211,6 +208,13 @@ def stand_ins_placed(
             )
         tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
 
+    def scheduled(scheduler: Any, *_: object, **__: object) -> None:
+        recorder.refuse(
+            f"the step calls step() of a {type(scheduler).__name__}, which sets other rates at each call; call it outside of "
+            "the step, between two calls",
+            code="moved",
+        )
+
     plain_reconstruct = copy._reconstruct  # type: ignore[attr-defined]
 
     def reconstruct(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -306,13 +310,10 @@ def stand_ins_placed(
         stack.enter_context(replaced(writes, of=STREAMS))
         tables = fake_state.globals_of_users()
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
-        for name, stand_in in conversions(recorder).items():
-            original = getattr(builtins, name)
-            function = _in_trace(recorder, original, stand_in)
-            is_class = isinstance(original, type)
-            calling = only_calling(tables, fake_state.reach.code, name) if is_class else tables
-            stack.enter_context(globals_added(calling, name, function))
-        stack.enter_context(called_later(fake_state, recorder, live=live_numbers))
+        stack.enter_context(globals_added(tables, "len", _in_trace(recorder, len, _length)))
+        kinds = {type(scheduler) for _, scheduler in fake_state.reach.schedulers}
+        steps = [(kind, "step", _in_trace(recorder, kind.step, scheduled)) for kind in kinds]
+        stack.enter_context(replaced(steps, of=SCHEDULERS))
         stack.enter_context(fake_state.reach.reads.watching())
         yield
 
@@ -349,6 +350,14 @@ def _data(recorder: Recorder) -> property:
     """The property `data` of fakes: PyTorch's own, but the recorder sees each assignment."""
     plain: Any = FakeTensor.data
     return property(plain.__get__, _in_trace(recorder, plain.__set__, recorder.assign))
+
+
+def _length(*args: Any) -> Any:
+    """What `len` gives, which makes a plain number of a size that follows from symbols."""
+    value: Any = args[0] if len(args) == 1 else None
+    if issubclass(type(value), torch.Tensor) and value.dim() and is_size(value.shape[0]):
+        return value.shape[0]
+    return len(*args)
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:

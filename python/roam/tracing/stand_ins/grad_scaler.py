@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roam.errors import CaptureError
-from roam.program.effects import SetPlain, Skip, StepScheduler, rebound
+from roam.program.effects import SetPlain, Skip, rebound
 from roam.program.ir import Program, refs
 from roam.state.equality import is_plain
 from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS, is_updated
@@ -114,8 +114,8 @@ def _skippable(
     yield
     if (len(effects), recorder.assignments) != before or _held(fake_state, optimizer) != held:
         recorder.refuse(
-            "an optimizer's step that a gradient scaler may skip also steps a scheduler, sets a "
-            "number outside of its state, or replaces a gradient, parameter or buffer; do that "
+            "an optimizer's step that a gradient scaler may skip sets a number "
+            "outside of its state, or replaces a gradient, parameter or buffer; do that "
             "outside of the optimizer's step",
             code="scaler",
         )
@@ -145,11 +145,8 @@ def check_skippable(program: Program) -> None:
             raise _escapes(f"{call.name} at {call.source} uses", call.name, str(call.source))
         if call.skip_if is not None:
             skip_if.update((slot, call.skip_if) for slot in call.outputs if slot is not None)
-    if any(
-        slot in skip_if
-        for slot in refs([program.result.leaves, [one.given for one in program.of(StepScheduler)]])
-    ):
-        raise _escapes("the step returns (or gives to a scheduler)")
+    if any(slot in skip_if for slot in refs(program.result.leaves)):
+        raise _escapes("the step returns")
     steps: dict[int, list[int]] = {}
     for skip in program.of(Skip):
         steps.setdefault(id(skip.optimizer), []).append(skip.slot)

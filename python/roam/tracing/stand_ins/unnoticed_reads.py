@@ -1,6 +1,5 @@
 """How code may read a value although nothing asks what stands for it: it compares objects by
-identity, catches what a function written in C says of any other class, or finds values where no
-walk over a step's state does.
+identity, or catches what a function written in C says of any other class.
 """
 
 from __future__ import annotations
@@ -8,22 +7,14 @@ from __future__ import annotations
 import builtins
 import dis
 import itertools
-import sys
-from collections.abc import Collection, Mapping
 from types import CodeType
-from typing import Any, Final
+from typing import Final
 
 from roam.state.library_code import instructions_of, is_installed, nested_code
 from roam.tracing.source_location import is_written_by_user
 
 _BLIND: Final = frozenset({"is_", "is_not", "suppress"})
 """Names of functions that compare by identity, or catch exceptions."""
-_FINDS: Final = frozenset(
-    {
-        "__globals__", "_current_frames", "_getframe", "currentframe", "eval", "exec", "f_back", "get_objects",
-        "get_referents", "get_referrers", "globals", "import_module",
-    }
-)  # fmt: skip
 _CONSTANTS: Final = (int, str, bytes)
 
 
@@ -40,25 +31,6 @@ def may_miss(code: CodeType) -> bool:
         )
         for part in nested_code(code)
     )
-
-
-def may_find(code: CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether code of the user's own may find a value by a name that it computes; `names` are its
-    globals.
-    """
-    return not is_installed(code.co_filename) and any(
-        is_written_by_user(part)
-        and (
-            not _FINDS.isdisjoint(part.co_names)
-            or ("modules" in part.co_names and _names_sys(part.co_names, names))
-            or any(names.get(name) is sys.modules for name in part.co_names)
-        )
-        for part in nested_code(code)
-    )
-
-
-def _names_sys(names: Collection[str], values: Mapping[str, Any]) -> bool:
-    return "sys" in names or any(values.get(name) is sys for name in names)
 
 
 def _tests_identity(code: CodeType) -> bool:
