@@ -29,9 +29,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, WIDTH, ROWS = 2048, 64, 512
 
 
-def exactly_tiled(program: Program, gone: set[int], part_bytes: int) -> Tiled | None:
+def exactly_tiled(
+    program: Program, gone: set[int], part_bytes: int, room_bytes: int | None = None
+) -> Tiled | None:
     """The first way to cut some tensors that is exact."""
-    cutter = Cutter(program, gone, torch.device("cpu"))
+    cutter = Cutter(program, gone, torch.device("cpu"), room_bytes)
     return next((found for found in cutter.ways(part_bytes) if cutter.is_exact(found)), None)
 
 
@@ -301,11 +303,17 @@ def logits_of(program: Program) -> set[int]:
     return {number for number, size in sizes.items() if size == max(sizes.values())}
 
 
+SMALL_ROOM = 15 * ROWS * CLASSES
+"""Bytes: three tensors of the size of logits, and most of a fourth one."""
+
+
 @pytest.mark.parametrize(
-    "lengths", [{64}, {64, 128}, set(range(1, ROWS))], ids=["one", "two", "all"]
+    ("lengths", "room_bytes"),
+    [({64}, None), ({64, 128}, None), (set(range(1, ROWS)), None), ({64}, SMALL_ROOM)],
+    ids=["one", "two", "all", "one, in stages"],
 )
 def test_what_gets_other_bits_is_not_cut(
-    lengths: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lengths: set[int], room_bytes: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rows of a product that are made so many at a time get other last bits in this test."""
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
@@ -317,7 +325,9 @@ def test_what_gets_other_bits_is_not_cut(
             product[-1, -1] = torch.nextafter(product[-1, -1], torch.tensor(torch.inf))
         return product
 
-    faulty.__qualname__ += str(len(lengths))  # what was found out of one is not known of others
+    faulty.__qualname__ += (
+        f"{len(lengths)} {room_bytes}"  # what was found out of one is not known of others
+    )
     rule = tiling.RULES[torch.ops.aten.mm.default]
 
     def faulty_rule(builder: tiling.Builder, call: Any, place: int, cut: tuple[int, int]) -> int:
@@ -327,7 +337,7 @@ def test_what_gets_other_bits_is_not_cut(
 
     monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
     gone = logits_of(program)
-    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8)
+    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, room_bytes)
     assert found is not None
     logits = next(
         call.outputs[0]
@@ -337,6 +347,66 @@ def test_what_gets_other_bits_is_not_cut(
     used = {tile.body.length for tile in found.tiles if (logits, (0, 0)) in tile.parts.values()}
     assert used.isdisjoint(lengths)
     assert bool(used) == (len(lengths) < 10)
+
+
+@pytest.fixture
+def knows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What other tests have found out is not known."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "_learned", {})
+
+
+@pytest.mark.usefixtures("knows_nothing")
+def test_trials_take_the_room_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none for all that is compared, it is compared in stages, and found exact."""
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    gone, part_bytes = logits_of(program), ROWS * CLASSES * 4 // 8
+    ways: list[Tiled | None] = []
+
+    def tries(room_bytes: int | None) -> None:
+        ways.append(exactly_tiled(program, gone, part_bytes, room_bytes))
+
+    needed_bytes = measure_peak(tries, SMALL_ROOM).peak_bytes
+    assert needed_bytes < SMALL_ROOM
+    monkeypatch.setenv("ROAM_CACHE", "0")
+    monkeypatch.setattr(tiles, "_learned", {})
+    tries(SMALL_ROOM // 3)
+    assert ways[1] is None
+    assert measure_peak(tries, None).peak_bytes > needed_bytes
+    bodies = [{tile.call.args[1] for tile in way.tiles} for way in ways if way is not None]
+    assert len(bodies) == 2
+    assert bodies[0] == bodies[1]
+
+
+@pytest.mark.usefixtures("knows_nothing")
+@pytest.mark.parametrize(
+    "target",
+    [torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default],
+    ids=str,
+)
+def test_every_stage_is_compared(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator makes of rows has other last bits in this test, early or late in what is
+    tried.
+    """
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+
+    def faulty(*args: Any) -> Tensor:
+        result: Tensor = target(*args)
+        result[-1, -1] = torch.nextafter(result[-1, -1], torch.tensor(torch.inf))
+        return result
+
+    rule = tiling.RULES[target]
+
+    def faulty_rule(builder: tiling.Builder, call: Any, place: int, cut: tuple[int, int]) -> int:
+        number = rule(builder, call, place, cut)
+        if builder._works[-1].target is target:
+            builder._works[-1] = replace(builder._works[-1], target=faulty)
+        return number
+
+    monkeypatch.setitem(tiling.RULES, target, faulty_rule)
+    found = exactly_tiled(program, logits_of(program), ROWS * CLASSES * 4 // 8, SMALL_ROOM)
+    bodies = [] if found is None else [tile.body for tile in found.tiles]
+    assert faulty not in [work.target for body in bodies for work in body.works]
 
 
 def blocks_of(found: Tiled) -> set[int]:
