@@ -125,6 +125,8 @@ class Cutter:
         self._program, self._gone, self._device = program, gone, device
         self._room_bytes = room_bytes
         self._trial: _Trial | None = None
+        self._passed: set[tuple[int, object]] = set()
+        """Rounds in which calls of a kind have been found exact."""
         self.refused = other_blocks(program, gone, device)
 
     def ways(self, part_bytes: int) -> Iterator[Tiled]:
@@ -178,7 +180,6 @@ class Cutter:
         Rounds are tried one after the other. What the original calls make in the last one is kept,
         for another way to cut the same tensors.
         """
-        asked = _asked(found, keys)
         if self._trial is not None and self._trial.found.gone != found.gone:
             self._trial = None
         first = 0 if self._trial is None else self._trial.turn
@@ -187,27 +188,29 @@ class Cutter:
                 self._trial = None  # before there is another
                 self._trial = _Trial(found, self._device, turn, self._room_bytes)
             self._trial.begin(found)
-            for place in asked:
+            passed = {key for before, key in self._passed if before == turn}
+            for place in _asked(found, keys, passed):
                 wrong = self._trial.wrong(found.tiles[place])
                 if wrong is not None:
                     return {keys[place]: wrong + 1}
+                self._passed.add((turn, keys[place]))
         self._trial = None
-        return {keys[place]: 0 for place in asked}
+        return {key: 0 for key in keys if key not in _learned}
 
 
 def _keys(found: Tiled) -> list[object]:
     return [_key(found, tile) for tile in found.tiles]
 
 
-def _asked(found: Tiled, keys: Sequence[object]) -> list[int]:
-    """The first call of each kind about which nothing is known, and those that make what it reads
-    and the original program has not.
+def _asked(found: Tiled, keys: Sequence[object], passed: Collection[object]) -> list[int]:
+    """The first call of each kind about which nothing is known and that has not `passed`, and those
+    that make what it reads and the original program has not.
     """
     makers = {member.slot: place for place, tile in enumerate(found.tiles) for member in tile.made}
     firsts: dict[object, int] = {}
     for place, key in enumerate(keys):
         firsts.setdefault(key, place)
-    waiting = [place for key, place in firsts.items() if key not in _learned]
+    waiting = [place for key, place in firsts.items() if key not in _learned and key not in passed]
     asked: set[int] = set()
     while waiting:
         place = waiting.pop()
