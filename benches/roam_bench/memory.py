@@ -722,7 +722,7 @@ def tiles_ways(record: Record) -> Table:
     def cell(row: Row) -> str:
         if row["outcome"] != "found":
             return str(row["outcome"])
-        return f"{row['extra_share']:+.1%}, {row['plan_s']:.0f} s of planning"
+        return f"{row['extra_share']:+.1%}"
 
     return across(
         "Plans of large steps, with and without tiles: extra time",

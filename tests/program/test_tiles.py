@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from roam.program import tiling
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
 from roam.program.tiles import part_of
-from roam.program.tiling import Tiled, candidates, tiled
+from roam.program.tiling import Tiled, candidates, out_of_place, tiled
+from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.strategy import _Chooser
 
@@ -376,6 +378,78 @@ def test_trials_take_the_room_that_there_is(monkeypatch: pytest.MonkeyPatch) -> 
     bodies = [{tile.call.args[1] for tile in way.tiles} for way in ways if way is not None]
     assert len(bodies) == 2
     assert bodies[0] == bodies[1]
+
+
+@pytest.mark.usefixtures("knows_nothing")
+def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it makes what another one reads."""
+    batch = torch.randn(2, 1, ROWS, WIDTH)
+    program = out_of_place(captured(monkeypatch, block, (*batch,)))
+    sizes = candidates(program)
+    gone = {number for number, size in sizes.items() if size >= 4 * 4 * ROWS * WIDTH}
+    found = tiled(program, gone, max(sizes.values()) // 8)
+    assert found is not None
+    keys = tiles._keys(found)
+    assert len(set(keys)) == len(keys) > 2
+    assert tiles._asked(found, keys, ()) == list(range(len(keys)))
+    own = len(program.slots)
+    for place, tile in enumerate(found.tiles):
+        others = [other for other in found.tiles if other is not tile]
+        read = {slot for other in others for slot in other.call.refs() if slot >= own}
+        is_asked = any(member.slot in read for member in tile.made)
+        assert (place in tiles._asked(found, keys, {keys[place]})) == is_asked
+
+
+@pytest.mark.parametrize("memory", [BLOCK_BYTES, BLOCK_BYTES // 3])
+def test_tensors_are_small_beside_what_a_budget_leaves(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden units, which are small beside the scores, are cut too if they are not small beside
+    that.
+    """
+    monkeypatch.setattr(strategy, "_SMALL", 2)
+    cut: list[int] = []
+
+    def spy(_: _Chooser, program: Program, gone: set[int], *__: Any) -> list[Any]:
+        sizes = candidates(program)
+        cut.append(min(sizes[number] for number in gone))
+        return []
+
+    monkeypatch.setattr(_Chooser, "_parts", spy)
+    with pytest.raises(roam.PlanError):
+        roam.compile(block()[1], memory=memory)(*torch.randn(2, 1, ROWS, WIDTH))
+    hidden_bytes = 4 * ROWS * 4 * WIDTH
+    assert (hidden_bytes in cut) == (memory < BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("way", ["once", "again"])
+def test_one_size_of_tiles_that_saves_nothing_does_not_end_the_search(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row do, whether operators run once or again."""
+    chooser = _Chooser.__new__(_Chooser)
+    chooser._untried = None
+    most = 512
+    needed = {2: 100, 4: 104, 8: 60, 16: 60, 32: 60, 64: 10}
+
+    def parts_of(_: Any, __: Any, part_bytes: int, ___: Any) -> int:
+        return most // part_bytes
+
+    def total_of(_: _Chooser, parts: int) -> tuple[Any, None]:
+        return SimpleNamespace(total_bytes=needed[parts], checks_bytes=0), None
+
+    def least_of(_: _Chooser, *args: Any) -> int:
+        return needed[parts_of(*args)]
+
+    monkeypatch.setattr(strategy, "tiled", parts_of)
+    monkeypatch.setattr(_Chooser, "_way_by_tiles", total_of)
+    monkeypatch.setattr(_Chooser, "_least_with", least_of)
+    program: Any = None
+    for limit, found in ((70, (60, 8)), (20, (60, 8)), (101, (100, 2))):
+        if way == "once":
+            assert chooser._parts(program, set(), most, limit, ())[-1] == found
+        else:
+            assert chooser._least_by_parts(program, set(), most, 2, limit, ()) == found
 
 
 @pytest.mark.usefixtures("knows_nothing")
