@@ -283,6 +283,7 @@ def _memory(command: _Command) -> None:
             "checkmate",
             "prototypes",
             "large",
+            "tiles",
         ),
         default="planned",
         help="planned: plans of large steps; trained: small steps that are trained by plan; offload: the "
@@ -290,7 +291,7 @@ def _memory(command: _Command) -> None:
         "small steps that are trained in other ways; pytorch: budgets of torch.compile beside plans "
         "within the same memory; checkmate: Checkmate's programs on small steps beside plans; prototypes: "
         "plans of large steps within the memory that two prototypes took; large: plans of up to 100,000 "
-        "operators (default planned)",
+        "operators; tiles: plans of large steps whose operators may run tile by tile (default planned)",
     )
     made.add_argument(
         "--pairs",

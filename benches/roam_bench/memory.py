@@ -26,14 +26,16 @@ import torch
 
 import roam
 from roam.errors import PlanError
+from roam.memory_limit import MemoryLimit
 from roam.program.bits import differ
 from roam.report.table import format_bytes
 from roam.runtime.memory_profiler import measure_peak, observed
+from roam.runtime.planned import choose_with_tiles
 from roam.runtime.pool import Pool
 from roam.torch_compat.private import pytree
 from roam_bench import memory_checkmate as checkmate
 from roam_bench import memory_prototypes as prototypes
-from roam_bench.memory_nets import LARGE, NETS, Net, build, capture
+from roam_bench.memory_nets import LARGE, NETS, Net, build, capture, captured
 from roam_bench.memory_others import OTHERS, Way, timed_share
 from roam_bench.memory_pytorch import BUDGETS, Point, by_pytorch, by_roam
 from roam_bench.results import Record, Row, Task
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.15)
 OFFLOAD_SHARES = (0.5, 0.25, 0.15)
+TILED, TILED_SHARE = ("gpt2", "llama", "lstm"), 0.15
+"""Large nets whose plans of whole operators need more than this share."""
 _PUBLISHED = Path(__file__).with_name("published_memory.csv")
 _NEAR_PERCENT = 2
 """Shares that differ by no more than this are compared."""
@@ -62,7 +66,8 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every net, or those named, in one part."""
     offered = LARGE if arguments.part == "large" else NETS
     check_named(arguments.only, (net.name for net in offered))
-    nets = [net for net in offered if not arguments.only or net.name in arguments.only]
+    only = arguments.only or (TILED if arguments.part == "tiles" else None)
+    nets = [net for net in offered if not only or net.name in only]
     if arguments.part in ("pytorch", "checkmate"):
         nets = []
     settings = {"only": arguments.only, "pairs": arguments.pairs}
@@ -84,6 +89,11 @@ def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
     ways: dict[tuple[str, float], Callable[[], Row]] = {}
     if part in ("planned", "large"):
         ways = {("roam", share): partial(plan, net, share) for share in SHARES}
+    elif part == "tiles":
+        ways = {
+            ("roam", TILED_SHARE): partial(plan, net, TILED_SHARE),
+            (_TILING, TILED_SHARE): partial(plan_with_tiles, net, TILED_SHARE),
+        }
     elif part == "prototypes":
         ways = {
             (entry.prototype, entry.percent / 100): partial(plan_beside, net, entry.local_bytes)
@@ -116,6 +126,8 @@ def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
 
 _OFFLOADING = "roam, offloading"
 """The way of plans that may store tensors in a file."""
+_TILING = "roam, tiles"
+"""The way of plans in which operators may run tile by tile."""
 _FEWEST_OPERATIONS = "roam, fewest operations"
 """The way of plans that repeat few floating-point operations, where others take little time."""
 
@@ -223,6 +235,37 @@ def _planned_without_limit(net: Net) -> tuple[roam.Graph, roam.Plan]:
 def plan(net: Net, share: float) -> Row:
     """Plan the large step within a share, by the cost model; nothing is allocated."""
     return _planned(*_planned_without_limit(net), share)
+
+
+def plan_with_tiles(net: Net, share: float) -> Row:
+    """The same with tiles, and with what kernels take: they are tried on this machine."""
+    _, plain = _planned_without_limit(net)
+    limit_bytes = _limit(plain.persistent_bytes, plain.total_bytes, share)
+    row: Row = {
+        "persistent_bytes": plain.persistent_bytes,
+        "plain_bytes": plain.total_bytes,
+        "limit_bytes": limit_bytes,
+    }
+    start = time.process_time()
+    try:
+        choice = choose_with_tiles(captured(net), MemoryLimit(size_bytes=limit_bytes))
+    except PlanError as error:
+        if error.code not in _OUTCOMES:
+            raise
+        # A proof is one of whole operators alone.
+        row |= {"outcome": "not found", "reason": str(error)}
+        return row | {"floor_bytes": error.tiles_floor_bytes, "plan_s": time.process_time() - start}
+    again, cuts = choice.recomputation, choice.cuts
+    extra_s = sum(one.extra_s for one in (again, cuts) if one is not None)
+    of = cuts or again  # a step with tiles takes longer than the one that all is compared with
+    return row | {
+        "plan_s": time.process_time() - start,
+        "planned_bytes": choice.total_bytes,
+        "floor_bytes": None if again is None else again.floor_bytes,
+        "extra_runs": 0 if again is None else again.runs,
+        "extra_share": 0.0 if of is None else extra_s / of.step_s,
+        "reason": "" if cuts is None else str(cuts),
+    }
 
 
 def plan_beside(net: Net, local_bytes: int) -> Row:
@@ -673,6 +716,23 @@ def offload_ways(record: Record) -> Table:
     )
 
 
+def tiles_ways(record: Record) -> Table:
+    """Plans of whole operators, and plans with tiles, a line for each net."""
+
+    def cell(row: Row) -> str:
+        if row["outcome"] != "found":
+            return str(row["outcome"])
+        return f"{row['extra_share']:+.1%}"
+
+    return across(
+        "Plans of large steps, with and without tiles: extra time",
+        record["rows"],
+        {"net": lambda row: row["net"], "budget": lambda row: f"{row['percent']} %"},
+        lambda row: {"roam": "whole operators", _TILING: "tiles too"}[row["way"]],
+        cell,
+    )
+
+
 def checkmate_table(record: Record) -> Table:
     """Checkmate's methods and roam's plan within equal bytes."""
     columns = (
@@ -717,6 +777,7 @@ def summary(record: Record) -> Iterator[Table | str]:
         "planned": planned_table,
         "large": planned_table,
         "trained": trained_table,
+        "tiles": tiles_ways,
         "offload": offload_table,
         "others": others_table,
         "pytorch": pytorch_table,
@@ -726,7 +787,7 @@ def summary(record: Record) -> Iterator[Table | str]:
     yield tables[part](record)
     if part == "planned":
         yield published_table(record)
-    if part in ("planned", "large", "trained", "offload"):
+    if part in ("planned", "large", "tiles", "trained", "offload"):
         yield totals_line(record)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 import roam
+from roam.tracing.step import Variant, capture_variant
 from roam.zoo import ZooStep
 from roam.zoo.optimizers import make_optimizer
 
@@ -183,7 +184,11 @@ def build(net: Net, *, small: bool = False) -> ZooStep:
 
 def capture(net: Net, *, small: bool = False) -> roam.Graph:
     """The graph of a later step, for limits; nothing is allocated."""
+    return captured(net, small=small).graph_with_states
+
+
+def captured(net: Net, *, small: bool = False) -> Variant:
+    """The same, with the program that the graph is of."""
     with roam.fake():
         made = build(net, small=small)
-    objects = made.model, made.optimizer, *made.batch
-    return roam.capture(made.train_step, *objects, random_states=True)
+    return capture_variant(made.train_step, (made.model, made.optimizer, *made.batch), {})

@@ -24,6 +24,7 @@ from roam.commands import export as export_command
 from roam.commands import fit as fit_command
 from roam.commands import parallelize as parallelize_command
 from roam.commands import report as report_command
+from roam.commands import tiles as tiles_command
 from roam.commands.subject import add_sharding, add_subject, subject_of
 from roam.disk_cache import disk_cache
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError, continued
@@ -154,6 +155,12 @@ def _parser() -> argparse.ArgumentParser:
         "run again",
     )
     plan.add_argument(
+        "--tiles",
+        action="store_true",
+        help="within --memory, let operators of a model of the zoo also run tile by tile, as steps "
+        "on the CPU do; kernels are tried on this machine, which takes minutes",
+    )
+    plan.add_argument(
         "--memory-curve",
         action="store_true",
         help="print what recomputation costs at 100, 90, ... 40, 35, ... 10 percent of the step-local total",
@@ -280,6 +287,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.world is not None and arguments.streams > 1:
         raise UsageError("--streams: a rank's plan is for one stream; leave it or --world out")
     _check_options(arguments, is_limited=is_limited)
+    if arguments.tiles:
+        tiles_command.check(arguments)
     subject = subject_of(arguments, is_limited=is_limited)
     graph = subject.graph
     values: dict[str, Any] = {"model": arguments.model, **subject.settings}
@@ -288,9 +297,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     code = EXIT_OK
 
     planned = partial(_planned, arguments, graph)
+    by_tiles: Planned | None = None
+    cut = ""
     try:
         with Progress(f"planning {graph.num_operators:,} operators"):
-            if arguments.memory is None:
+            if arguments.tiles:
+                by_tiles, cut = tiles_command.planned(
+                    subject, arguments.memory, arguments.time_limit
+                )
+                graph, plan = by_tiles.graph, by_tiles.plan
+            elif arguments.memory is None:
                 plan = planned(None)
             elif arguments.memory.share is None:
                 plan = planned(arguments.memory.in_bytes(0))
@@ -300,12 +316,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         _complain("interrupted: this is the best plan so far")
         plan, code = interrupted.plan, EXIT_INTERRUPTED
     except roam.PlanError as error:
-        if error.code not in _OF_LIMITS:
+        if error.code not in _OF_LIMITS or arguments.tiles:
             raise
         raise continued(
             error,
             "This holds for whole operators: on the CPU, a step that runs may also cut operators "
-            "into tiles, which this command does not",
+            "into tiles; --tiles tries that for a model of the zoo",
         ) from None
     values["plan_s"] = time.perf_counter() - start
     start = time.perf_counter()
@@ -317,7 +333,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         graph.save(arguments.save_graph)
     if arguments.save_plan is not None:
         plan.save(arguments.save_plan)
-    values |= figures(graph, plan)
+    values |= figures(graph, plan) if by_tiles is None else by_tiles.values
     if arguments.memory_curve:
         values["memory_curve"] = _memory_curve(graph, plan, planned)
     values["baselines"] = [
@@ -339,13 +355,15 @@ def _plan(arguments: argparse.Namespace) -> int:
             + plan_table(subject.title, values, place)
         )
         if arguments.verbose:
-            planned_step = Planned.of(graph, plan)
+            planned_step = by_tiles or Planned.of(graph, plan)
             _write("\n")
             print_tables([kinds(planned_step), holdings(planned_step), bound(planned_step)])
         if communication is not None and subject.sharding is not None:
             _write("\n")
             print_tables([communication.table()])
             _write(subject.sharding.note)
+        if cut:
+            _write(f"\n{cut}\n")
         if plan.recomputation is not None:
             _write("\n")
             print_tables([remade_table(graph, plan.recomputation)])

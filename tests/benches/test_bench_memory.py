@@ -247,3 +247,19 @@ def test_what_changes_a_tensor_in_place_runs_with_what_made_it() -> None:
 def test_graphs_that_are_too_large_for_checkmates_program_are_refused() -> None:
     with pytest.raises(ValueError, match="302 nodes; at most 150"):
         memory_checkmate.solve(chain(151), "integer program", 1 << 30)
+
+
+@pytest.mark.long
+def test_tiles_stand_beside_whole_operators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "TILED", ("tiny",))
+    monkeypatch.setattr(memory, "TILED_SHARE", 0.3)
+    rows = record("tiles", tmp_path)["rows"]
+    assert [row["way"] for row in rows] == ["roam", "roam, tiles"]
+    assert len({row["limit_bytes"] for row in rows}) == 1
+    tiled = rows[1]
+    assert tiled["outcome"] == "found"
+    assert tiled["planned_bytes"] <= tiled["limit_bytes"]
+    table = memory.tiles_ways({"rows": rows}).markdown()  # type: ignore[arg-type,typeddict-item]
+    assert f"{tiled['extra_share']:+.1%}" in table

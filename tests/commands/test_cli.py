@@ -278,6 +278,9 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         (["--speed", "1.5"], "more than one stream"),
         (["--streams", "65"], "between 1 and 64"),
         (["--baseline", "lescea,tetris"], 'no layout "tetris"'),
+        (["--tiles"], "add --memory"),
+        (["--tiles", "--memory", "5MiB", "--device", "cuda"], "on the CPU alone"),
+        (["--tiles", "--memory", "5MiB", "--no-reuse"], "not with --no-reuse"),
         (["--save-plan", "missing/plan.json"], "missing/plan.json"),
         (["--save-graph", "missing/graph.json"], "missing/graph.json"),
     ],
@@ -298,6 +301,46 @@ def test_a_refused_limit_says_over_which_plans_it_ranges(
 ) -> None:
     assert cli.main(["plan", graph_file, "--memory", "1KiB"]) == 2
     assert_one_line(capsys.readouterr().err, "This holds for whole operators")
+    assert cli.main(["plan", graph_file, "--memory", "1KiB", "--tiles"]) == 2
+    assert_one_line(capsys.readouterr().err, "a graph file does not have the operators")
+
+
+def test_tiles_are_tried_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within less than whole operators take, and less than the scores."""
+    torch = pytest.importorskip("torch")
+    from roam.tracing.step import capture_variant
+
+    rows, width, classes = 512, 64, 2048
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with roam.fake():
+        model = torch.nn.Linear(width, classes, bias=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = torch.randn(rows, width), torch.randint(classes, (rows,))
+    variant = capture_variant(step, (model, optimizer, *batch), {})
+    monkeypatch.setattr(zoo, "capture_variant", lambda *_, **__: variant)
+    limit = 4 * rows * classes
+    arguments = ["plan", "gpt2-tiny", "--memory", str(limit)]
+    assert cli.main(arguments) == 2
+    assert "--tiles tries that" in capsys.readouterr().err
+    assert cli.main([*arguments, "--tiles", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["total_bytes"] <= limit
+    assert values["cuts"]["gone_bytes"] >= limit
+    assert all(tiles > 1 for _, _, tiles in values["cuts"]["rows"])
+    assert cli.main([*arguments, "--tiles", "--verbose"]) == 0
+    told = capsys.readouterr().out
+    assert "never exist whole" in told
+    assert "have the bits of whole operators on this machine" in told
+    assert "of whole operators takes less" not in told
 
 
 def test_a_step_that_cannot_be_captured(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from roam.program import tiling
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
 from roam.program.tiles import part_of
-from roam.program.tiling import Tiled, candidates, tiled
+from roam.program.tiling import Tiled, candidates, out_of_place, tiled
+from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak
 from roam.runtime.strategy import _Chooser
 
@@ -29,9 +31,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, WIDTH, ROWS = 2048, 64, 512
 
 
-def exactly_tiled(program: Program, gone: set[int], part_bytes: int) -> Tiled | None:
+def exactly_tiled(
+    program: Program, gone: set[int], part_bytes: int, room_bytes: int | None = None
+) -> Tiled | None:
     """The first way to cut some tensors that is exact."""
-    cutter = Cutter(program, gone, torch.device("cpu"))
+    cutter = Cutter(program, gone, torch.device("cpu"), room_bytes)
     return next((found for found in cutter.ways(part_bytes) if cutter.is_exact(found)), None)
 
 
@@ -301,11 +305,17 @@ def logits_of(program: Program) -> set[int]:
     return {number for number, size in sizes.items() if size == max(sizes.values())}
 
 
+SMALL_ROOM = 15 * ROWS * CLASSES
+"""Bytes: three tensors of the size of logits, and most of a fourth one."""
+
+
 @pytest.mark.parametrize(
-    "lengths", [{64}, {64, 128}, set(range(1, ROWS))], ids=["one", "two", "all"]
+    ("lengths", "room_bytes"),
+    [({64}, None), ({64, 128}, None), (set(range(1, ROWS)), None), ({64}, SMALL_ROOM)],
+    ids=["one", "two", "all", "one, in stages"],
 )
 def test_what_gets_other_bits_is_not_cut(
-    lengths: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lengths: set[int], room_bytes: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rows of a product that are made so many at a time get other last bits in this test."""
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
@@ -317,7 +327,9 @@ def test_what_gets_other_bits_is_not_cut(
             product[-1, -1] = torch.nextafter(product[-1, -1], torch.tensor(torch.inf))
         return product
 
-    faulty.__qualname__ += str(len(lengths))  # what was found out of one is not known of others
+    faulty.__qualname__ += (
+        f"{len(lengths)} {room_bytes}"  # what was found out of one is not known of others
+    )
     rule = tiling.RULES[torch.ops.aten.mm.default]
 
     def faulty_rule(builder: tiling.Builder, call: Any, place: int, cut: tuple[int, int]) -> int:
@@ -327,7 +339,7 @@ def test_what_gets_other_bits_is_not_cut(
 
     monkeypatch.setitem(tiling.RULES, torch.ops.aten.mm.default, faulty_rule)
     gone = logits_of(program)
-    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8)
+    found = exactly_tiled(program, gone, ROWS * CLASSES * 4 // 8, room_bytes)
     assert found is not None
     logits = next(
         call.outputs[0]
@@ -337,6 +349,138 @@ def test_what_gets_other_bits_is_not_cut(
     used = {tile.body.length for tile in found.tiles if (logits, (0, 0)) in tile.parts.values()}
     assert used.isdisjoint(lengths)
     assert bool(used) == (len(lengths) < 10)
+
+
+@pytest.fixture
+def knows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What other tests have found out is not known."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "_learned", {})
+
+
+@pytest.mark.usefixtures("knows_nothing")
+def test_trials_take_the_room_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none for all that is compared, it is compared in stages, and found exact."""
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    gone, part_bytes = logits_of(program), ROWS * CLASSES * 4 // 8
+    ways: list[Tiled | None] = []
+
+    def tries(room_bytes: int | None) -> None:
+        ways.append(exactly_tiled(program, gone, part_bytes, room_bytes))
+
+    needed_bytes = measure_peak(tries, SMALL_ROOM).peak_bytes
+    assert needed_bytes < SMALL_ROOM
+    monkeypatch.setenv("ROAM_CACHE", "0")
+    monkeypatch.setattr(tiles, "_learned", {})
+    tries(SMALL_ROOM // 3)
+    assert ways[1] is None
+    assert measure_peak(tries, None).peak_bytes > needed_bytes
+    bodies = [{tile.call.args[1] for tile in way.tiles} for way in ways if way is not None]
+    assert len(bodies) == 2
+    assert bodies[0] == bodies[1]
+
+
+@pytest.mark.usefixtures("knows_nothing")
+def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it makes what another one reads."""
+    batch = torch.randn(2, 1, ROWS, WIDTH)
+    program = out_of_place(captured(monkeypatch, block, (*batch,)))
+    sizes = candidates(program)
+    gone = {number for number, size in sizes.items() if size >= 4 * 4 * ROWS * WIDTH}
+    found = tiled(program, gone, max(sizes.values()) // 8)
+    assert found is not None
+    keys = tiles._keys(found)
+    assert len(set(keys)) == len(keys) > 2
+    assert tiles._asked(found, keys, ()) == list(range(len(keys)))
+    own = len(program.slots)
+    for place, tile in enumerate(found.tiles):
+        others = [other for other in found.tiles if other is not tile]
+        read = {slot for other in others for slot in other.call.refs() if slot >= own}
+        is_asked = any(member.slot in read for member in tile.made)
+        assert (place in tiles._asked(found, keys, {keys[place]})) == is_asked
+
+
+@pytest.mark.parametrize("memory", [BLOCK_BYTES, BLOCK_BYTES // 3])
+def test_tensors_are_small_beside_what_a_budget_leaves(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden units, which are small beside the scores, are cut too if they are not small beside
+    that.
+    """
+    monkeypatch.setattr(strategy, "_SMALL", 2)
+    cut: list[int] = []
+
+    def spy(_: _Chooser, program: Program, gone: set[int], *__: Any) -> list[Any]:
+        sizes = candidates(program)
+        cut.append(min(sizes[number] for number in gone))
+        return []
+
+    monkeypatch.setattr(_Chooser, "_parts", spy)
+    with pytest.raises(roam.PlanError):
+        roam.compile(block()[1], memory=memory)(*torch.randn(2, 1, ROWS, WIDTH))
+    hidden_bytes = 4 * ROWS * 4 * WIDTH
+    assert (hidden_bytes in cut) == (memory < BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("way", ["once", "again"])
+def test_one_size_of_tiles_that_saves_nothing_does_not_end_the_search(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row do, whether operators run once or again."""
+    chooser = _Chooser.__new__(_Chooser)
+    chooser._untried = None
+    most = 512
+    needed = {2: 100, 4: 104, 8: 60, 16: 60, 32: 60, 64: 10}
+
+    def parts_of(_: Any, __: Any, part_bytes: int, ___: Any) -> int:
+        return most // part_bytes
+
+    def total_of(_: _Chooser, parts: int) -> tuple[Any, None]:
+        return SimpleNamespace(total_bytes=needed[parts], checks_bytes=0), None
+
+    def least_of(_: _Chooser, *args: Any) -> int:
+        return needed[parts_of(*args)]
+
+    monkeypatch.setattr(strategy, "tiled", parts_of)
+    monkeypatch.setattr(_Chooser, "_way_by_tiles", total_of)
+    monkeypatch.setattr(_Chooser, "_least_with", least_of)
+    program: Any = None
+    for limit, found in ((70, (60, 8)), (20, (60, 8)), (101, (100, 2))):
+        if way == "once":
+            assert chooser._parts(program, set(), most, limit, ())[-1] == found
+        else:
+            assert chooser._least_by_parts(program, set(), most, 2, limit, ()) == found
+
+
+@pytest.mark.usefixtures("knows_nothing")
+@pytest.mark.parametrize(
+    "target",
+    [torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default],
+    ids=str,
+)
+def test_every_stage_is_compared(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator makes of rows has other last bits in this test, early or late in what is
+    tried.
+    """
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+
+    def faulty(*args: Any) -> Tensor:
+        result: Tensor = target(*args)
+        result[-1, -1] = torch.nextafter(result[-1, -1], torch.tensor(torch.inf))
+        return result
+
+    rule = tiling.RULES[target]
+
+    def faulty_rule(builder: tiling.Builder, call: Any, place: int, cut: tuple[int, int]) -> int:
+        number = rule(builder, call, place, cut)
+        if builder._works[-1].target is target:
+            builder._works[-1] = replace(builder._works[-1], target=faulty)
+        return number
+
+    monkeypatch.setitem(tiling.RULES, target, faulty_rule)
+    found = exactly_tiled(program, logits_of(program), ROWS * CLASSES * 4 // 8, SMALL_ROOM)
+    bodies = [] if found is None else [tile.body for tile in found.tiles]
+    assert faulty not in [work.target for body in bodies for work in body.works]
 
 
 def blocks_of(found: Tiled) -> set[int]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roam.program.ir import Program
+    from roam.tracing.step import Variant
 
 GRAPH_SUFFIXES = (".json", ".json.gz")
 CAPTURE_DEFAULTS: dict[str, Any] = {
@@ -43,6 +44,7 @@ class Subject:
         capture_s: seconds that capture took; None for a file.
         sharding: which of several ranks it is; None for a step of one process.
         program: the captured step; None if `sharding` is.
+        variant: the captured step of one process; None for a file.
     """
 
     graph: Graph
@@ -51,6 +53,7 @@ class Subject:
     capture_s: float | None
     sharding: Sharding | None = None
     program: Program | None = None
+    variant: Variant | None = None
 
 
 def add_subject(parser: argparse.ArgumentParser, *, has_step: bool = True) -> None:
@@ -202,11 +205,11 @@ def captured(
     # Before torch is imported, which takes its time.
     sizes = zoo.check(name, **settings)
     program: Program | None = None
+    alone: Variant | None = None
     with Progress(f"capturing {name}"), interrupts_count():
         if sharding is None:
-            graph = zoo.capture(
-                name, step=step, device=device, random_states=random_states, **settings
-            )
+            alone = zoo.capture_variant(name, step=step, device=device, **settings)
+            graph = alone.graph_with_states if random_states else alone.graph
         else:
             variant = zoo.capture_rank(name, sharding, step=step, device=device, **settings)
             lowering = variant.lowering()
@@ -223,7 +226,7 @@ def captured(
         "" if sharding is None else str(sharding),
     ]
     title = f"{name} ({', '.join(filter(None, details))})"
-    return Subject(graph, title, used, time.perf_counter() - start, sharding, program)
+    return Subject(graph, title, used, time.perf_counter() - start, sharding, program, alone)
 
 
 def subject_of(arguments: argparse.Namespace, *, is_limited: bool) -> Subject:

@@ -99,13 +99,18 @@ def _software() -> tuple[str, ...]:
 
 @cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    processor = (platform.machine(), platform.processor(), _model_name(), str(os.cpu_count()))
+    processor = (platform.machine(), platform.processor(), _model_line(), str(os.cpu_count()))
     if device.type != "cuda":
         return (device.type, *processor, torch.backends.cpu.get_cpu_capability())
     return (device.type, *processor, str(torch.cuda.get_device_properties(device)))
 
 
-def _model_name() -> str:
+def processor_name() -> str:
+    """What the processor is called."""
+    return _model_line().partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+def _model_line() -> str:
     """What Linux calls the processor; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

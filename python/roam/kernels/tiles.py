@@ -6,9 +6,10 @@ tried, on tensors of the step's own shapes, strides and dtypes, against the call
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ _MOST_ATTEMPTS = 32
 _KEPT = 8
 """What a trial has made is kept for the next way to cut if it takes less than this part of the
 room."""
+_FILLED = 0.5
+"""The part of the room that what the original calls make fills at most, if it can be made in
+stages."""
 _FEW = 64
 """Denormal elements of a tensor: arithmetic with these takes a hundred times longer."""
 _learned: dict[object, int] = {}
@@ -103,7 +107,8 @@ def _exact_blocks(program: Program, call: Call, device: torch.device) -> int:
 class Cutter:
     """Cuts some tensors of a program, by cuts and blocks that give the same bits.
 
-    Nothing is tried for which the whole takes more than `room_bytes`; what was tried before needs
+    Where there is no room for all that the original calls make, they are tried in stages. Nothing
+    is tried for which a stage of one call takes more than `room_bytes`; what was tried before needs
     no room.
 
     Attributes:
@@ -120,6 +125,8 @@ class Cutter:
         self._program, self._gone, self._device = program, gone, device
         self._room_bytes = room_bytes
         self._trial: _Trial | None = None
+        self._passed: set[tuple[int, object]] = set()
+        """Rounds in which calls of a kind have been found exact."""
         self.refused = other_blocks(program, gone, device)
 
     def ways(self, part_bytes: int) -> Iterator[Tiled]:
@@ -152,7 +159,8 @@ class Cutter:
                 learned = self._tried(found, keys)
                 _learned.update(learned)
                 retain(_KIND, learned, self._device)
-            if self._room_bytes is not None and _trial_bytes(found) * _KEPT > self._room_bytes:
+            held_bytes = 0 if self._trial is None else self._trial.held_bytes
+            if self._room_bytes is not None and held_bytes * _KEPT > self._room_bytes:
                 self._trial = None  # the next way is planned first, which needs room too
         return not self._refuse(found, keys)
 
@@ -172,36 +180,37 @@ class Cutter:
         Rounds are tried one after the other. What the original calls make in the last one is kept,
         for another way to cut the same tensors.
         """
-        asked = _asked(found, keys)
         if self._trial is not None and self._trial.found.gone != found.gone:
             self._trial = None
         first = 0 if self._trial is None else self._trial.turn
         for turn in (*range(first, _ROUNDS), *range(first)):
             if self._trial is None or self._trial.turn != turn:
                 self._trial = None  # before there is another
-                self._trial = _Trial(found, self._device, turn)
+                self._trial = _Trial(found, self._device, turn, self._room_bytes)
             self._trial.begin(found)
-            for place in asked:
+            passed = {key for before, key in self._passed if before == turn}
+            for place in _asked(found, keys, passed):
                 wrong = self._trial.wrong(found.tiles[place])
                 if wrong is not None:
                     return {keys[place]: wrong + 1}
+                self._passed.add((turn, keys[place]))
         self._trial = None
-        return {keys[place]: 0 for place in asked}
+        return {key: 0 for key in keys if key not in _learned}
 
 
 def _keys(found: Tiled) -> list[object]:
     return [_key(found, tile) for tile in found.tiles]
 
 
-def _asked(found: Tiled, keys: Sequence[object]) -> list[int]:
-    """The first call of each kind about which nothing is known, and those that make what it reads
-    and the original program has not.
+def _asked(found: Tiled, keys: Sequence[object], passed: Collection[object]) -> list[int]:
+    """The first call of each kind about which nothing is known and that has not `passed`, and those
+    that make what it reads and the original program has not.
     """
     makers = {member.slot: place for place, tile in enumerate(found.tiles) for member in tile.made}
     firsts: dict[object, int] = {}
     for place, key in enumerate(keys):
         firsts.setdefault(key, place)
-    waiting = [place for key, place in firsts.items() if key not in _learned]
+    waiting = [place for key, place in firsts.items() if key not in _learned and key not in passed]
     asked: set[int] = set()
     while waiting:
         place = waiting.pop()
@@ -253,27 +262,53 @@ def _needed(found: Tiled, member: Member) -> list[int]:
 
 
 def _trial_bytes(found: Tiled) -> int:
-    """About the most that exists at once while cuts are tried: all that one call replaces, and what
-    is read and made.
+    """About the most that exists at once while cuts are tried in stages of one call, with what is
+    read and made.
+    """
+    most = max((_stages(found, tile.members, 0)[1] for tile in found.tiles), default=0)
+    return most + _read_bytes(found)
+
+
+def _read_bytes(found: Tiled) -> int:
+    """What all tiles read."""
+    metas = (found.slots[slot] for tile in found.tiles for slot in tile.call.refs())
+    return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas if meta is not None)
+
+
+def _stages(
+    found: Tiled, members: Sequence[Member], room_bytes: float
+) -> tuple[list[tuple[list[int], set[int]]], int]:
+    """The original calls that make something, in stages: as many at a time as there is room for
+    what they make and what later ones read; and the most bytes that exist at once.
+
+    Returns:
+        For each stage its calls, and the storages that are needed after it.
     """
     source = found.source
-    most = read = 0
-    for tile in found.tiles:
-        indices = {index for member in tile.members for index in _needed(found, member)}
-        made = {
-            source.storage_of(slot)
-            for index in indices
-            for slot in source.calls[index].outputs
-            if slot is not None
-        }
-        most = max(most, sum(source.storages[number].size_bytes for number in made if number >= 0))
-        metas = {slot: found.slots[slot] for slot in tile.call.refs()}
-        read += sum(
-            math.prod(meta.shape) * meta.dtype.itemsize
-            for meta in metas.values()
-            if meta is not None
-        )
-    return most + read
+    calls = sorted({index for member in members for index in _needed(found, member)})
+    last = {
+        source.storage_of(slot): index for index in calls for slot in source.calls[index].refs()
+    }
+    stages: list[tuple[list[int], set[int]]] = []
+    alive: set[int] = set()
+    most = 0
+
+    def size_bytes(numbers: Collection[int]) -> int:
+        return sum(source.storages[number].size_bytes for number in numbers)
+
+    for index in calls:
+        made = {source.storage_of(slot) for slot in source.calls[index].outputs if slot is not None}
+        made.discard(-1)
+        if stages and size_bytes(alive | made) > room_bytes:
+            alive = {one for one in alive if one not in found.gone or last.get(one, -1) >= index}
+            stages[-1][1].update(alive)
+            stages.append(([], set()))
+        elif not stages:
+            stages.append(([], set()))
+        alive |= made
+        most = max(most, size_bytes(alive))
+        stages[-1][0].append(index)
+    return stages, most
 
 
 class _DifferentError(Exception):
@@ -293,8 +328,11 @@ class _Trial:
     tried.
     """
 
-    def __init__(self, found: Tiled, device: torch.device, turn: int) -> None:
+    def __init__(
+        self, found: Tiled, device: torch.device, turn: int, room_bytes: int | None
+    ) -> None:
         self.found, self.device, self.turn = found, device, turn
+        self.room_bytes = math.inf if room_bytes is None else room_bytes * _FILLED
         self.values: dict[int, Any] = {}
         self.whole: dict[int, Any] = {}
         self.after: dict[int, Tensor] = {}
@@ -317,72 +355,121 @@ class _Trial:
         All parts count of which results are made: other values might show in a result what does
         not with these.
         """
-        whole = self._whole(tile.members)
-        body = tile.body
+        key = tile.call.args[1], tuple(tile.call.refs())
+        if key not in self._made:
+            given, _, numbers = tile.call.args
+            inputs = [self.value(ref.slot) for ref in (*given, *numbers)]
+            outs: list[Tensor] = []
+            for _ in self._staged(tile.members):
+                outs.clear()
+                number = self._compared(tile, inputs, outs)
+                if number is not None:
+                    return number
+            number = self._other_results(tile, outs)
+            if number is not None:
+                return number
+            self._made[key] = [
+                value
+                for member, value in zip(tile.made, outs, strict=True)
+                if member.slot not in self.makers
+            ]
+        new = (member.slot for member in tile.made if member.slot not in self.makers)
+        self.values.update(zip(new, self._made[key], strict=True))
+        return None
+
+    def _compared(self, tile: Tile, inputs: Sequence[Any], outs: list[Tensor]) -> int | None:
+        """Runs all tiles, whose results become `outs`, and compares parts with what there is now.
+
+        Returns:
+            As `wrong`.
+        """
+        whole, body = self.whole, tile.body
 
         def compare(number: int, value: Any, start: int, length: int) -> None:
             slot, cut = tile.parts.get(number, (-1, (0, 0)))
             if slot in whole and differ([part_of(whole[slot], cut, start, length)], [value]):
                 raise _DifferentError(number)
 
-        key = tile.call.args[1], tuple(tile.call.refs())
-        if key not in self._made:
-            given, _, numbers = tile.call.args
-            inputs = [self.value(ref.slot) for ref in (*given, *numbers)]
-            for place, _ in body.changed:
-                inputs[place] = inputs[place].clone()
-            outs = [
-                torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
-                for made in body.results
-            ]
-            try:
-                body.run(inputs, outs, compare)
-            except _DifferentError as error:
-                return error.number
-            except (RuntimeError, IndexError, ValueError, TypeError):
-                return body.results[0].number if body.results else body.changed[0][1]
-            for (place, number), member in zip(body.changed, tile.changed, strict=True):
-                if differ([inputs[place]], [self.after[member.position]]):
-                    return number
-            for member, made, value in zip(tile.made, body.results, outs, strict=True):
-                slots: tuple[int | None, ...] = (member.slot,)
-                loss = self.found.losses.get(member.slot)
-                found = [value]
-                if loss is not None:
-                    self.values[member.slot] = value
-                    slots, found = loss.outputs, self._run(loss)
-                if any(
-                    slot in whole and differ([own], [whole[slot]])
-                    for slot, own in zip(slots, found, strict=True)
-                ):
-                    return made.number
-            self._made[key] = [
-                value
-                for member, value in zip(tile.made, outs, strict=True)
-                if member.slot not in whole
-            ]
-        new = (member.slot for member in tile.made if member.slot not in whole)
-        self.values.update(zip(new, self._made[key], strict=True))
+        own = list(inputs)
+        for place, _ in body.changed:
+            own[place] = own[place].clone()
+        outs += [
+            torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
+            for made in body.results
+        ]
+        try:
+            body.run(own, outs, compare)
+        except _DifferentError as error:
+            return error.number
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return body.results[0].number if body.results else body.changed[0][1]
+        for (place, number), member in zip(body.changed, tile.changed, strict=True):
+            after = self.after.get(member.position)
+            if after is not None and differ([own[place]], [after]):
+                return number
         return None
 
-    def _whole(self, members: Iterable[Member]) -> dict[int, Any]:
-        """What the original calls make, by slots. Statistics of rows are not among it: they show in
-        what is made of them.
+    def _other_results(self, tile: Tile, outs: Sequence[Tensor]) -> int | None:
+        """The number of the first result that is not the whole's; None if all are."""
+        whole = self.whole
+        for member, made, value in zip(tile.made, tile.body.results, outs, strict=True):
+            slots: tuple[int | None, ...] = (member.slot,)
+            loss = self.found.losses.get(member.slot)
+            found = [value]
+            if loss is not None:
+                self.values[member.slot] = value
+                slots, found = loss.outputs, self._run(loss)
+            if any(
+                slot in whole and differ([own], [whole[slot]])
+                for slot, own in zip(slots, found, strict=True)
+            ):
+                return made.number
+        return None
+
+    @property
+    def held_bytes(self) -> int:
+        """What the original calls have made that is still there."""
+        slots = self.found.source.slots
+        numbers = {meta.storage for slot in self.whole if (meta := slots[slot]) is not None}
+        return sum(self.found.source.storages[number].size_bytes for number in numbers)
+
+    def _staged(self, members: Sequence[Member]) -> Iterator[None]:
+        """Runs the original calls, and stops after each stage with what it has made in `whole`. If
+        there are several, nothing is kept of them but what exists in the program with tiles.
+        Statistics of rows are not among it: they show in what is made of them.
         """
-        source = self.found.source
-        for index in sorted({one for member in members for one in _needed(self.found, member)}):
-            call = source.calls[index]
-            if call.mutates:
-                if index not in self.after:
-                    changed: int = call.args[0].slot
-                    self.after[index] = self.value(changed).clone()
-                    self._run(call, {changed: self.after[index]})
-                continue
-            if all(slot is None or slot in self.whole for slot in call.outputs):
-                continue
-            made = zip(call.outputs, self._run(call), strict=True)
-            self.whole.update((slot, value) for slot, value in made if slot is not None)
-        return self.whole
+        source, gone = self.found.source, self.found.gone
+        stages, most_bytes = _stages(self.found, members, self.room_bytes)
+        every = list(itertools.chain(*(calls for calls, _ in stages)))
+        for slot in itertools.chain(*(source.calls[index].refs() for index in every)):
+            if source.storage_of(slot) not in gone and self.makers.get(slot) not in every:
+                self.value(slot)  # it may take stages of its own
+        if most_bytes + self.held_bytes > self.room_bytes:
+            self._keep(())
+        for calls, needed in stages:
+            for index in calls:
+                call = source.calls[index]
+                if call.mutates:
+                    if index not in self.after:
+                        changed: int = call.args[0].slot
+                        self.after[index] = self.value(changed).clone()
+                        self._run(call, {changed: self.after[index]})
+                    continue
+                if all(slot is None or slot in self.whole for slot in call.outputs):
+                    continue
+                made = zip(call.outputs, self._run(call), strict=True)
+                self.whole.update((slot, value) for slot, value in made if slot is not None)
+            yield
+            if len(stages) > 1:
+                self._keep(needed)
+
+    def _keep(self, needed: Collection[int]) -> None:
+        """Keeps of what never exists whole these storages alone."""
+        source, gone = self.found.source, self.found.gone
+        for slot in list(self.whole):
+            number = source.storage_of(slot)
+            if number in gone and number not in needed:
+                del self.whole[slot]
 
     def value(self, slot: int) -> Any:
         """The value of a slot: what the original calls make, or one of this round's."""
@@ -394,7 +481,9 @@ class _Trial:
             index = self.makers.get(slot)
             view = None if index is None else self.found.source.calls[index]
             if view is not None and slot in self.members:
-                return self._whole([self.members[slot]])[slot]
+                for _ in self._staged([self.members[slot]]):
+                    pass
+                return self.whole[slot]
             if view is not None and view.target in VIEWS:
                 made = zip(view.outputs, self._run(view), strict=True)
                 self.values.update((one, tensor) for one, tensor in made if one is not None)

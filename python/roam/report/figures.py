@@ -114,7 +114,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     again = plan.recomputation
     result["saved_by_order_bytes"] = result["saved_by_reuse_bytes"] = None
     result["memory_limit_bytes"] = plan.settings.get("memory_limit_bytes")
-    result["recomputation"] = None
+    result["recomputation"] = result["cuts"] = None
     if again is not None:
         runs = len(again["sequence"]) - len(set(again["sequence"]))
         del again["sequence"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from roam.errors import RoamError
 from roam.report.anatomy import KINDS, Anatomy, Planned, run_lengths
-from roam.report.table import UNITS, format_bytes
+from roam.report.table import UNITS, format_bytes, of_plans
 from roam.report.tables import as_html
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _headline(anatomy: Anatomy) -> str:
         proof = (
             ""
             if floor is None
-            else f"; no plan of whole operators takes less than {format_bytes(floor)} in all"
+            else f"; no plan {of_plans(values)} takes less than {format_bytes(floor)} in all"
         )
     elif size == values["lower_bound_bytes"]:
         proof = "; no order takes less"

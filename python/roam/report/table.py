@@ -67,7 +67,12 @@ def _streams(values: Mapping[str, Any]) -> str:
     )
 
 
-def _recomputation(again: Mapping[str, Any]) -> str:
+def of_plans(values: Mapping[str, Any]) -> str:
+    """Which plans within a limit the bounds of a plan are of."""
+    return "of whole operators" if values["cuts"] is None else "with the same tiles"
+
+
+def _recomputation(again: Mapping[str, Any], of: str) -> str:
     step_s = again["step_s"]
     extra = again["extra_s"] / step_s if step_s else 0.0
     if again["least_extra_s"] is None:
@@ -77,8 +82,8 @@ def _recomputation(again: Mapping[str, Any]) -> str:
         )
     least = again["least_extra_s"] / step_s if step_s else 0.0
     return (
-        f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan of whole "
-        f"operators within the limit takes less than {least:.1%}"
+        f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan {of} "
+        f"within the limit takes less than {least:.1%}"
     )
 
 
@@ -155,7 +160,7 @@ def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
             ("without limit", "plain_total_bytes", plain, "total if every operator runs once"),
         ]
         if floor is not None:
-            note = "no plan of whole operators takes less, however often they run"
+            note = f"no plan {of_plans(values)} takes less, however often operators run"
             rows.append(("floor", "floor_bytes", floor, note))
     return rows
 
@@ -171,7 +176,7 @@ def fact_rows(values: Mapping[str, Any], place: Place | None) -> list[tuple[str,
         facts.append(("gap", gap))
     facts.append(("verified", "yes" if values.get("verified") else "no"))
     if again is not None:
-        facts.append(("recomputation", _recomputation(again)))
+        facts.append(("recomputation", _recomputation(again, of_plans(values))))
     if values["streams"] > 1:
         facts.append(("streams", _streams(values)))
     exact = values["exact"]

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from roam._core import Plan, optimize
+from roam.memory_limit import MemoryLimit
 from roam.program.lower import PART
 from roam.report.anatomy import Planned
 from roam.report.figures import figures
-from roam.runtime.strategy import Choice, ordered_as
+from roam.runtime.available import available_bytes
+from roam.runtime.strategy import Choice, choose, ordered_as
+from roam.tracing.step import Variant
+
+
+def choose_with_tiles(
+    variant: Variant, memory: MemoryLimit, time_limit_s: float | None = None
+) -> Choice:
+    """How a step of fake tensors would run within a limit if real ones stood in their places: with
+    what kernels take for themselves and with tiles, which are tried on this machine. Times are
+    those of the cost model.
+
+    Raises:
+        PlanError: there is no plan within the limit, or none was found.
+    """
+    (choice,) = choose(
+        [variant],
+        pool=None,
+        time_limit_s=time_limit_s,
+        memory=memory,
+        is_timed=False,
+        room_bytes=available_bytes(variant.device, 0),
+    )
+    return choice
 
 
 def planned_by(choice: Choice) -> Planned:
@@ -22,6 +48,8 @@ def planned_by(choice: Choice) -> Planned:
         "saved_by_reuse_bytes": None,
         "memory_limit_bytes": choice.memory_limit_bytes,
     }
+    if choice.cuts is not None:
+        values["cuts"] = asdict(choice.cuts)
     if again is not None:
         values["recomputation"] = {
             "runs": again.runs,

@@ -98,21 +98,27 @@ _MOST_TRIES = 4
 left."""
 _SPARE = 64
 """The first part of a limit that is left free if copies beside the step have no room."""
-_PARTS = (2, 4, 8, 16, 32, 64, 128)
+_PARTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Into how many parts the largest tensors are cut."""
 _MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
 _SMALL = 64
-"""Tensors that are so many times smaller than the largest one exist whole: without them chains of
-operators would be as long as the step."""
+"""Tensors that are so many times smaller than the largest one and than what a limit leaves exist
+whole: without them chains of operators would be as long as the step."""
 _MOST_MISSES = 2
-"""After so many sizes of tensors whose tiles save nothing, no smaller ones are tried."""
+"""After so many sizes of tensors whose tiles save nothing, or of tiles that save nothing, no
+smaller ones are tried. After one they are: tiles that are smaller than the blocks of a sum are made
+in another way, which takes more before it takes less."""
 _LITTLE = 0.1
 """Where running operators again adds a smaller share to a step, no tiles are tried: that takes
 seconds to minutes."""
 _REACH = 1.25
 """Tiles of a total up to so many times a limit are tried with operators that run again: larger
 tiles take less time."""
+_NOT_TRIED = (
+    "This holds for whole operators; tiles need trials of kernels, which plans of fake tensors do "
+    "without (`roam plan --tiles` tries them for a model of the zoo)"
+)
 _WORTH_TILES = 0.98
 """Smaller tiles that leave more than this share of a total are not worth their time."""
 
@@ -336,6 +342,7 @@ def choose(
     effort: Effort = "all",
     timings: Timings | None = None,
     is_timed: bool | None = None,
+    room_bytes: int | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
     limit, a plan within the limit in which calls run again.
@@ -362,6 +369,8 @@ def choose(
         effort: what may be done to keep within a limit.
         timings: what this takes is added to it.
         is_timed: whether kernels may be timed on this device; None: if `is_real`.
+        room_bytes: no kernel is tried that takes more; None: what the limit leaves beside what
+            exists before the step.
 
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
@@ -372,7 +381,6 @@ def choose(
     timings = timings or Timings()
     place = None if offload is None else _place(offload, variants[-1])
     with collections_wait(), timings.running(timings.plan):
-        room_bytes = None
         if memory is not None:
             device, held_bytes = variants[-1].device, variants[-1].graph.persistent_bytes
             in_files_bytes = 0 if place is None else _in_files_bytes(variants[-1].program)
@@ -380,12 +388,13 @@ def choose(
             if is_real:
                 Pool.of(device).release()
             if memory.size_bytes is not None:
-                room_bytes = memory.size_bytes - held_bytes
+                left_bytes = memory.size_bytes - held_bytes
                 program = variants[-1].program
                 if place is not None and _is_paged(program, held_bytes, memory.size_bytes):
-                    room_bytes = memory.size_bytes
+                    left_bytes = memory.size_bytes
                     if is_real:
                         _take_in(program, place)
+                room_bytes = left_bytes if room_bytes is None else room_bytes
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
@@ -606,7 +615,7 @@ class _Chooser:
             return best
         assert failure is not None, "nothing was found"
         if not self._may_cut:
-            raise failure
+            raise continued(failure, _NOT_TRIED) if self._would_cut else failure
         if self._has_many_sizes:
             raise continued(
                 failure,
@@ -628,8 +637,13 @@ class _Chooser:
     @property
     def _may_cut(self) -> bool:
         """Whether operators may be cut into tiles, if the plan is for one size."""
-        is_tried = self._is_real and self._variant.device.type == "cpu"
-        return is_tried and self._effort == "all" and self._streams == 1 and self._tier is None
+        return self._is_real and self._would_cut
+
+    @property
+    def _would_cut(self) -> bool:
+        """Whether they may be if kernels can be tried."""
+        is_alone = self._streams == 1 and self._tier is None
+        return self._variant.device.type == "cpu" and self._effort == "all" and is_alone
 
     @property
     def _has_many_sizes(self) -> bool:
@@ -651,9 +665,10 @@ class _Chooser:
         sizes = candidates(program)
         most = max(sizes.values(), default=0)
         reached_bytes, misses = self.plain.total_bytes, 0
-        levels = sorted(
-            (size for size in set(sizes.values()) if size * _SMALL > most), reverse=True
-        )
+        left_bytes = max(limit_bytes - self.plain.plan.persistent_bytes, 0)
+        large = (size for size in set(sizes.values()) if size * _SMALL > min(most, left_bytes))
+        levels = sorted(large, reverse=True)
+        left: list[tuple[Cutter, int]] = []
         for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
@@ -664,8 +679,11 @@ class _Chooser:
                 continue
             total_bytes, parts = estimates[-1]
             if total_bytes > limit_bytes:  # operators have to run again
-                total_bytes = self._least_with(program, gone, most // parts, refused)
+                total_bytes, finer = self._least_by_parts(
+                    program, gone, most, parts, limit_bytes, refused
+                )
                 self._tiles_floors.append(total_bytes)
+                estimates += [(total_bytes, finer)] if finer > parts else []
             if total_bytes > limit_bytes:
                 self._tiled_bytes.append(total_bytes)
                 if total_bytes <= _WORTH_TILES * reached_bytes:
@@ -676,24 +694,66 @@ class _Chooser:
                     break
                 continue
             best: Choice | None = None
-            for _, parts in estimates:
+            for total_bytes, parts in estimates:
+                if total_bytes > limit_bytes:  # a trial takes longer than to find this out
+                    total_bytes = self._least_with(program, gone, most // parts, refused) or 0
+                if total_bytes > limit_bytes:
+                    continue
                 choice = self._with_tiles(cutter, most // parts, limit_bytes, most_s)
-                if choice is not None:
+                if choice is None:
+                    left.append((cutter, most // parts))
+                else:
                     best, most_s = choice, _extra_s(choice)
                     if _extra_share(best) < _LITTLE:
                         break
             if best is not None:
                 return best
+        for cutter, part_bytes in left:
+            choice = self._with_tiles(cutter, part_bytes, limit_bytes, most_s, tries_all=True)
+            if choice is not None:
+                return choice
         return None
+
+    def _least_by_parts(
+        self,
+        program: Program,
+        gone: set[int],
+        most_bytes: int,
+        parts: int,
+        limit_bytes: int,
+        refused: Collection[Part],
+    ) -> tuple[int, int]:
+        """(bytes, parts): what plans take at least if the largest tensors are cut into so many
+        parts, which can be done, or into more, until that is within a limit or more save almost
+        nothing: where operators run again, what tiles take for themselves counts that did not
+        before.
+        """
+        best: tuple[int, int] | None = None
+        misses = 0
+        for more in _PARTS[_PARTS.index(parts) :]:
+            least_bytes = self._least_with(program, gone, most_bytes // more, refused)
+            if least_bytes is None:
+                break
+            if best is not None and least_bytes > _WORTH_TILES * best[0]:
+                misses += 1
+                if misses == _MOST_MISSES:
+                    break
+                continue
+            best, misses = (least_bytes, more), 0
+            if least_bytes <= limit_bytes:
+                break
+        assert best is not None, "it has been cut so"
+        return best
 
     def _least_with(
         self, program: Program, gone: set[int], part_bytes: int, refused: Collection[Part]
-    ) -> int:
+    ) -> int | None:
         """What plans take at least, whatever they run again, if all cuts are exact; and what the
-        checks of a first run take.
+        checks of a first run take. None if nothing can be cut.
         """
         found = tiled(program, gone, part_bytes, refused)
-        assert found is not None, "it has been cut so"
+        if found is None:
+            return None
         choice, lowering = self._way_by_tiles(found)
         graph = lowering.holding().with_states().graph(pool=False)
         try:
@@ -703,17 +763,29 @@ class _Chooser:
         return choice.checks_bytes + (choice.total_bytes if least_bytes is None else least_bytes)
 
     def _with_tiles(
-        self, cutter: Cutter, part_bytes: int, limit_bytes: int, most_s: float
+        self,
+        cutter: Cutter,
+        part_bytes: int,
+        limit_bytes: int,
+        most_s: float,
+        *,
+        tries_all: bool = False,
     ) -> Choice | None:
         """A plan within a limit with parts of a size of some tensors; None if none is found that
         takes less extra time than `most_s` seconds.
+
+        Args:
+            cutter: of these tensors.
+            part_bytes, limit_bytes, most_s: these.
+            tries_all: whether a way for which there is no plan is tried too: if it is not exact,
+                there may be a plan for the next one. Mostly there is none, and trials take long.
         """
         for found in cutter.ways(part_bytes):
             choice = self._within_by_tiles(found, limit_bytes)
             if choice is not None and _extra_s(choice) >= most_s:
                 return None
-            # A way for which there is no plan is tried too: if it is not exact, there may be a plan
-            # for the next one.
+            if choice is None and not tries_all:
+                return None
             with self._trying():
                 is_exact = cutter.is_exact(found)
             if is_exact:
@@ -750,6 +822,7 @@ class _Chooser:
         be cut.
         """
         best: list[tuple[int, int]] = []
+        misses = 0
         for parts in _PARTS:
             found = tiled(program, gone, most_bytes // parts, refused)
             if found is None:
@@ -758,7 +831,11 @@ class _Chooser:
             if self._untried is not None:  # smaller ones may have room
                 continue
             if best and choice.total_bytes > _WORTH_TILES * best[-1][0]:
-                break
+                misses += 1
+                if misses == _MOST_MISSES:
+                    break
+                continue
+            misses = 0
             best.append((choice.total_bytes, parts))
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 break
@@ -785,10 +862,10 @@ class _Chooser:
         room_bytes = available_bytes(self._variant.device, 0)
         if room_bytes is None:
             room_bytes = self.plain.eager_bytes
-        seconds = [
-            float(self._timed(one, room_bytes).graph(pool=False).times_ns.sum()) / 1e9
-            for one in (self._lowered, lowering)
-        ]
+        lowered = [self._lowered, lowering]
+        if self._is_timed:
+            lowered = [self._timed(one, room_bytes) for one in lowered]
+        seconds = [float(one.graph(pool=False).times_ns.sum()) / 1e9 for one in lowered]
         calls = found.source.calls
         rows = tuple(
             (

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from roam._core import Graph
+    from roam.tracing.step import Variant
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -311,10 +312,26 @@ def capture(
     """
     import roam
 
-    with roam.fake(device):
-        made = build(name, device=device, **settings)
+    made = _fake(name, device, settings)
     objects = made.model, made.optimizer, *made.batch
     return roam.capture(made.train_step, *objects, step=step, random_states=random_states)
+
+
+def capture_variant(
+    name: str, *, step: Literal["first", "steady"] = "steady", device: str = "cpu", **settings: Any
+) -> Variant:
+    """As :func:`capture`, with the program that the graph is of."""
+    from roam.tracing.step import capture_variant
+
+    made = _fake(name, device, settings)
+    return capture_variant(made.train_step, (made.model, made.optimizer, *made.batch), {}, step)
+
+
+def _fake(name: str, device: str, settings: Mapping[str, Any]) -> ZooStep:
+    import roam
+
+    with roam.fake(device):
+        return build(name, device=device, **settings)
 
 
 def build(
