@@ -353,3 +353,55 @@ def test_scores_of_one_sample_and_one_head_are_cut(monkeypatch: pytest.MonkeyPat
     found = exactly_tiled(program, scores, TOKENS * TOKENS)
     assert found is not None
     assert found.gone == scores
+
+
+def test_changes_are_made_out_of_place_where_they_make_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Integers too, as the buckets of T5's positions; not what would have another dtype."""
+    table = nn.Embedding(TOKENS, WIDTH)
+
+    def step(x: Tensor) -> None:
+        table.zero_grad()
+        places = x.argsort(-1)
+        places = places * 2
+        places += x.argsort(-1, descending=True)
+        chosen = x * 2
+        chosen.logical_and_(x)
+        (table(places.clamp(0, TOKENS - 1)) * chosen[..., None]).sum().backward()
+
+    program = captured(monkeypatch, step, [torch.randn(4, TOKENS)])
+    names = [call.name for call in program.calls]
+    assert "aten.add.Tensor" in names
+    assert "aten.add_.Tensor" not in names
+    assert "aten.logical_and_.default" in names
+
+
+def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the size of the scores exists whole, not even the indices of their bias: its
+    gradient is summed in blocks of queries, and the keys' and values' are made by keys.
+    """
+    torch.manual_seed(0)
+    attention = Attention(is_fused=False)
+    updates = torch.optim.SGD(attention.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        attention(x).square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+
+    program = captured(monkeypatch, step, [torch.randn(TOKENS, WIDTH)])
+    sizes = candidates(program)
+    large = 2 * TOKENS * TOKENS * 4
+    gone = {number for number, size in sizes.items() if size >= large}
+    for number, storage in enumerate(program.storages):
+        is_large = storage.creator >= 0 and storage.size_bytes >= large
+        assert is_large == (number in gone)
+    found = exactly_tiled(program, gone, large // 4)
+    assert found is not None
+    left = {program.calls[program.storages[number].creator].name for number in gone - found.gone}
+    assert not left
+    sums = [tile for tile in found.tiles if any(made.cut is None for made in tile.body.results)]
+    assert [tile.body.size for tile in sums] == [TOKENS]
+    for hostile in (0, 4, 6):
+        assert has_same_bits(found, hostile)

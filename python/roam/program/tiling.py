@@ -27,12 +27,14 @@ from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
     add_product,
+    add_rows,
     embedding_from,
     labels_from,
     less_exponential,
     less_share,
     pick,
     row_total,
+    safe_softmax,
     scatter_from,
 )
 from roam.program.tiles import (
@@ -176,14 +178,16 @@ def out_of_place(program: Program) -> Program:
     found = replace(program, calls=calls, slots=slots, storages=storages)
     kept = program.leaving() | {program.storage_of(slot) for slot in program.outgoing()}
     for index, call in enumerate(calls):
-        target = _making(found, call)
-        if target is None:
+        if not _changes(found, call):
             continue
         changed = call.args[0].slot
         meta = slots[changed]
         assert meta is not None
         old = meta.storage
         if storages[old].creator < 0 or old in kept:
+            continue
+        target = _making(found, call)
+        if target is None:
             continue
         later = calls[index + 1 :]
         new = {slot for one in later for slot in one.outputs if slot is not None}
@@ -205,27 +209,34 @@ def out_of_place(program: Program) -> Program:
 
 
 def _making(program: Program, call: Call) -> OpOverload | None:
-    """What makes of a call's arguments what the call changes the first of them to, in the same
-    layout and dtype; None if it is not known.
+    """What makes of a call's arguments what the call, which `_changes`, changes the first of them
+    to, in the same layout and dtype; None if it is not known.
     """
-    if not _changes(program, call):
-        return None
     packet, _, overload = call.target.name().removeprefix("aten::").partition(".")
     made = getattr(getattr(aten, packet.removesuffix("_"), None), overload or "default", None)
     if made is None or torch.Tag.pointwise not in made.tags:
         return None
     meta = program.slots[call.args[0].slot]
     assert meta is not None
-    for slot in refs_of([call.args[1:], call.kwargs]):
-        other = program.slots[slot]
+    slots = {slot: program.slots[slot] for slot in refs_of([call.args, call.kwargs])}
+    if any(
+        other is not None and other.storage == meta.storage and slot != call.args[0].slot
+        for slot, other in slots.items()
+    ):
+        return None
+
+    def empty(ref: Ref) -> Any:
+        other = slots[ref.slot]
         if other is None:  # a number
-            continue
-        is_alike = (other.shape, other.stride) == (meta.shape, meta.stride)
-        if other.storage == meta.storage or other.dtype != meta.dtype:
-            return None
-        if not is_alike and math.prod(other.shape) != 1:
-            return None
-    return made if meta.dtype.is_floating_point else None
+            return 0.5
+        return torch.empty_strided(other.shape, other.stride, dtype=other.dtype, device="meta")
+
+    try:
+        result = made(*substitute(call.args, empty), **substitute(call.kwargs, empty))
+    except (RuntimeError, TypeError):
+        return None
+    is_alike = (tuple(result.shape), result.stride()) == (meta.shape, meta.stride)
+    return made if is_alike and result.dtype == meta.dtype else None
 
 
 def _changes(program: Program, call: Call) -> bool:
@@ -270,6 +281,19 @@ def summed(program: Program, call: Call) -> int:
     if left is None or out is None or out.dtype not in (torch.float32, torch.float64):
         return 0
     return left.shape[SUMS[call.target][0]]
+
+
+def in_order(program: Program, call: Call) -> list[int]:
+    """Over how many elements a call sums by adding one after the other to what there is, along each
+    axis of which tiles may have consecutive parts. Blocks of any length then give the same sum.
+    """
+    if call.target is not aten.embedding_dense_backward.default or call.args[4]:
+        return []
+    indices = program.slots[call.args[1].slot]
+    if indices is None or math.prod(indices.shape) <= call.args[2]:
+        return []  # most rows get nothing: parts of the rows are quicker
+    sizes = (math.prod(indices.shape[:dims]) for dims in range(1, len(indices.shape) + 1))
+    return sorted({size for size in sizes if size > 1})
 
 
 def _is_pure(program: Program, call: Call, *, may_raise: bool = False) -> bool:
@@ -476,6 +500,10 @@ class _Tiling:
             self._flops[index] = flops_of(self.program, self.program.calls[index])
         return self._flops[index]
 
+    def is_product(self, slot: int) -> bool:
+        """Whether a tensor is what `SUMS` make."""
+        return slot in self.makers and self.program.calls[self.makers[slot]].target in SUMS
+
     def is_gone(self, slot: int) -> bool:
         """Whether a tensor never exists whole."""
         meta = self.slots[slot]
@@ -551,28 +579,63 @@ class _Tiling:
         meta, found = self.slots[given.slot], self.slots[call.outputs[0]]  # type: ignore[index]
         assert meta is not None
         assert found is not None
-        for slot in refs_of(call.args[1:]):
+        used = refs_of(call.args[1:])
+        if call.target is aten.embedding.default and self.is_gone(used[0]):
+            # Its error names no index, so that the extremes tell as much as all.
+            for reduce in (aten.amin.default, aten.amax.default):
+                extreme = self._extreme(index, used[0], reduce)
+                args = ref_to(extreme), *call.args[2:]
+                made = (*self.slots[extreme].shape, 1)  # type: ignore[union-attr]
+                self._check(index, call, (meta.shape[0], 1), made, args)
+            return
+        for slot in used:
             self._needs_whole(ref_to(slot))
-        shape, made = meta.shape, found.shape
         # Of what is read at an index one element is enough.
+        shape, made = meta.shape, found.shape
         if call.target is aten.index.Tensor:
             shape = meta.shape[: len(call.args[1])]
             made = made[: len(made) - len(meta.shape) + len(shape)]
         elif call.target is aten.embedding.default:
             shape, made = (meta.shape[0], 1), (*made[:-1], 1)
+        self._check(index, call, shape, made, call.args[1:])
+
+    def _extreme(self, index: int, slot: int, reduce: OpOverload) -> int:
+        """The slot of the least or the largest of each row of a tensor."""
+        meta = self.slots[slot]
+        assert meta is not None
+
+        def make(builder: Builder, cut: Cut) -> int:
+            return builder.emit(reduce, (Ref(builder.part(slot, cut)), [-1], True))
+
+        found = self.new(meta, (*meta.shape[:-1], 1), "extremes")
+        self.members.append(self._cheapest(index, found, make))
+        return found
+
+    def _check(
+        self,
+        index: int,
+        call: Call,
+        shape: Sequence[int],
+        made: Sequence[int],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Lets a call read zeros of a shape beside the tiles, which makes another one."""
+        meta, found = self.slots[call.args[0].slot], self.slots[call.outputs[0]]  # type: ignore[index]
+        assert meta is not None
+        assert found is not None
         zero = self.new(meta, (), "zero")
         wide = self.new(meta, shape, "zeros")
         self.storages.pop()
         like = self.slots[zero]
         assert like is not None
-        self.slots[wide] = replace(like, shape=shape, stride=tuple(0 for _ in shape))
+        self.slots[wide] = replace(like, shape=tuple(shape), stride=tuple(0 for _ in shape))
         checked = self.new(found, made, "checked")
         kinds = {"dtype": meta.dtype, "device": meta.device}
         self.added.setdefault(index, []).extend((
             replace(call, target=aten.zeros.default, args=([],), kwargs=kinds, outputs=(zero,)),
             replace(call, target=aten.expand.default, args=(ref_to(zero), list(shape)), kwargs={},
                     outputs=(wide,)),
-            replace(call, args=(ref_to(wide), *call.args[1:]), kwargs={}, outputs=(checked,)),
+            replace(call, args=(ref_to(wide), *args), kwargs={}, outputs=(checked,)),
         ))  # fmt: skip
 
     def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
@@ -588,18 +651,19 @@ class _Tiling:
         assert meta is not None
         best: tuple[tuple[bool, float, bool, int], Member] | None = None
         blame: Uncut | None = None
-        ways: list[Cut | None] = [*_cuts(meta)]
-        size = 0 if make is not None else summed(self.program, self.program.calls[index])
-        if size:
-            ways.append(None)
-        for cut in ways:
+        ways: list[tuple[Cut | None, int]] = [(cut, _size(meta, cut)) for cut in _cuts(meta)]
+        if make is None:
+            call = self.program.calls[index]
+            sizes = {summed(self.program, call), *in_order(self.program, call)} - {0}
+            ways += [(None, size) for size in sorted(sizes)]
+        for cut, size in ways:
             if cut is None:
                 how = partial(Builder.added, slot=slot)
             elif make is None:
                 how = partial(Builder.made, slot=slot, cut=cut)
             else:
                 how = partial(make, cut=cut)
-            member = Member(index, slot, cut, size if cut is None else _size(meta, cut), how)
+            member = Member(index, slot, cut, size, how)
             kept = self._state()
             try:
                 builder = Builder(self, member.size, index)
@@ -998,18 +1062,33 @@ class Builder:
         return number
 
     def added(self, slot: int) -> int:
-        """The number of a work that adds a block's part of a product to the product."""
+        """The number of a work that adds a block's part of a product to the product, or of the
+        gradient of an embedding to that.
+        """
         index = self.tiling.makers[slot]
         call = self.tiling.program.calls[index]
         before, self._reader = self._reader, index
         try:
+            if call.target in SUMS:
+                cuts = [(dim, dim) for dim in SUMS[call.target]]
+            else:
+                shape = self.meta(call.args[1].slot).shape
+                last = next(
+                    dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) == self.size
+                )
+                cuts = [(0, last)] * 2
+                self.tiling.extents[call.args[1].slot] = (0, call.args[2])
             parts = [
-                Ref(self.part(ref.slot, (dim, dim)))
-                for ref, dim in zip(call.args, SUMS[call.target], strict=True)
+                Ref(self.part(ref.slot, cut))
+                for ref, cut in zip(call.args[:2], cuts, strict=True)
             ]
         finally:
             self._reader = before
-        number = self.emit(add_product, tuple(parts))
+        is_product = call.target in SUMS
+        number = self.emit(
+            add_product if is_product else add_rows,
+            (*parts, *(() if is_product else call.args[3:4])),
+        )
         self._works[-1] = replace(self._works[-1], adds_to=slot)
         self._closing([number])
         flops = self.tiling.flops(index)
@@ -1144,6 +1223,14 @@ class Builder:
         refused = self.tiling.refused
         lengths = lengths_of(self.size, max(1, min(self.size, most)))
         totals = [slot for slot, cut in made if cut is None]
+        parts = [(slot, cut) for slot, cut in made if cut is not None] + list(self.made_parts)
+        products = [slot for slot in totals if self.tiling.is_product(slot)]
+        if totals and not products:  # each tile is a block
+            parts += [(slot, None) for slot in totals]
+            for length in lengths:
+                if not any((*part, length) in refused for part in parts):
+                    return length, length
+            return None
         blocks = [self.size]
         if totals:
             wanted = lengths[0]
@@ -1153,7 +1240,6 @@ class Builder:
                 if not any((slot, None, block) in refused for slot in totals)
             ]
             blocks.sort(key=lambda block: abs(math.log(block / wanted)))
-        parts = [(slot, cut) for slot, cut in made if cut is not None] + list(self.made_parts)
         for block in blocks:
             options = lengths
             if totals:
@@ -1579,22 +1665,19 @@ def _addmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (Ref(bias), *factors), call.kwargs)
 
 
-@_rule(aten._safe_softmax.default)
-def _safe_softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
-    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    dim = call.args[1] % len(out.shape)
-    _off(dim, cut)
-    number = builder.part(call.args[0].slot, cut)
-    return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
-
-
-@_rule(aten._softmax.default, aten._log_softmax.default)
+@_rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim = call.args[1] % len(out.shape)
     number = builder.part(call.args[0].slot, cut)
+    is_safe = call.target is aten._safe_softmax.default
     if not cut[0] <= dim <= cut[1]:
-        return builder.emit(call.target, (Ref(number), _dim(dim, cut), call.args[2]))
+        if is_safe and given.dtype == out.dtype:
+            return builder.emit(safe_softmax, (Ref(number), _dim(dim, cut)))
+        return builder.emit(
+            call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs
+        )
     _off_others(dim, cut)
     builder.cost += 2 * math.prod(out.shape)  # the statistics
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
@@ -1606,7 +1689,12 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
         # In half precision the kernel rounds the two numbers of a row, and then the difference.
         return _rounded(builder, builder.emit(aten.sub.Tensor, (less, rest)), out)
     negative = Ref(builder.emit(aten.neg.default, (rest,)))
-    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(less_exponential, (less,))), negative))
+    exponential = Ref(builder.emit(less_exponential, (less,)))
+    number = builder.emit(aten.mul.Tensor, (exponential, negative))
+    if is_safe:
+        is_masked = Ref(builder.emit(aten.eq.Scalar, (most, float("-inf"))))
+        number = builder.emit(aten.masked_fill.Scalar, (Ref(number), is_masked, 0))
+    return number
 
 
 def _single(builder: Builder, value: Ref, like: TensorMeta) -> Ref:
