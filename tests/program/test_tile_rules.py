@@ -20,12 +20,13 @@ from roam.program import tiling
 from roam.program.bits import differ
 from roam.program.ir import Program
 from roam.program.tiles import refs_of
-from roam.program.tiling import Tiled, candidates, out_of_place, tiled
+from roam.program.tiling import Tile, Tiled, candidates, often_made, out_of_place, tiled
 from roam.runtime.strategy import _Chooser
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 TOKENS, WIDTH, WORDS = 96, 24, 500
 
 
@@ -250,6 +251,11 @@ def test_tiles_change_and_return_the_same(
             assert has_same_bits(found, hostile)
 
 
+def targets_of(tile: Tile, program: Program) -> set[Any]:
+    """The operators that make what a call makes tile by tile."""
+    return {program.calls[member.position].target for member in tile.members}
+
+
 def gone_names(found: Tiled) -> set[str]:
     """The operators that make what never exists whole."""
     source = found.source
@@ -405,3 +411,12 @@ def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.Monk
     assert [tile.body.size for tile in sums] == [TOKENS]
     for hostile in (0, 4, 6):
         assert has_same_bits(found, hostile)
+    # The indices are made again most often. Where they exist whole, heads are a common axis.
+    often = often_made(found)[0]
+    assert program.calls[program.storages[often].creator].name == "aten.clamp.default"
+    kept = exactly_tiled(program, gone - {often}, large // 2)
+    assert kept is not None
+    assert kept.cost < found.cost
+    products = [tile for tile in kept.tiles if aten.bmm.default in targets_of(tile, program)]
+    assert {tile.body.size for tile in products} == {2}
+    assert has_same_bits(kept, 4)

@@ -42,6 +42,18 @@ _PIECE_BYTES = 1 << 18
 """Pieces of rows of about so many bytes are made of what takes memory for itself."""
 
 
+def read_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a table at indices; any row where an index is none."""
+    rows, width = table.shape
+    made = table.new_empty((*indices.shape, width))
+    flat, own = made.view(-1, width), indices.reshape(-1)
+    if width == 1:  # a quicker kernel
+        table, flat = table.reshape(-1), flat.view(-1)
+    for piece in _pieces(own):
+        torch.index_select(table, 0, own[piece].clamp(0, rows - 1), out=flat[piece])
+    return made
+
+
 def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
     """The sums of rows of which the gradient of a softmax, or of a log-softmax (whose output is not
     needed), takes shares, in the kernel's own order. A sum shows in one more element at the end of

@@ -33,6 +33,7 @@ from roam.program.tile_works import (
     less_exponential,
     less_share,
     pick,
+    read_rows,
     row_total,
     safe_softmax,
     scatter_from,
@@ -62,6 +63,10 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
+_OFTEN = 3
+"""What so many calls make again tile by tile may better exist whole."""
+_INDEX_COST = 64
+"""How long adding a row at an index takes, likewise."""
 
 
 class Uncut(Exception):
@@ -111,12 +116,14 @@ class Tile:
         body: what it runs.
         members: what it makes, and then what it changes.
         parts: by the numbers of values, of what tensors of the original program they are parts.
+        remade: storages of the original program of which each tile makes a part.
     """
 
     call: Call
     body: Body
     members: tuple[Member, ...]
     parts: dict[int, tuple[int, Cut]]
+    remade: frozenset[int]
 
     @property
     def made(self) -> list[Member]:
@@ -138,12 +145,14 @@ class Tiled:
         source: the original program.
         tiles: the calls that run tile by tile.
         gone: storages of `source` that are never whole.
+        cost: how long all tiles take, in elements that are read or written.
     """
 
     program: Program
     source: Program
     tiles: tuple[Tile, ...]
     gone: frozenset[int]
+    cost: float
     losses: dict[int, Call]
     """By the slot of what a loss picks, the call that sums it. Slots are those of `source`, and new
     ones."""
@@ -354,6 +363,8 @@ def tiled(
     refused: Collection[Part] = frozenset(),
 ) -> Tiled | None:
     """The program without some tensors, as far as that is possible; None if none can be left out.
+    Of what can be cut along several axes at one cost, all are cut along the longest, or all along
+    the shortest, since only what is cut along the same one can share what is made again.
 
     Args:
         program: the original program.
@@ -361,16 +372,47 @@ def tiled(
         part_bytes: about as much of the largest of them exists at once.
         refused: what has other bits if it is made so.
     """
-    left = set(gone)
     program = _with_early_counts(program)
-    while left:
-        try:
-            return _Tiling(program, left, part_bytes, refused).result()
-        except Uncut as error:
-            if error.storage not in left:
-                return None
-            left.discard(error.storage)
-    return None
+    best: Tiled | None = None
+    for is_long in (True, False):
+        left = set(gone)
+        while left:
+            try:
+                found = _Tiling(program, left, part_bytes, refused, is_long=is_long).result()
+            except Uncut as error:
+                if error.storage not in left:
+                    break
+                left.discard(error.storage)
+                continue
+            if found is not None and (best is None or _rank(found) < _rank(best)):
+                best = found
+            break
+    return best
+
+
+def _rank(found: Tiled) -> tuple[int, float]:
+    """More of what is to be gone first, then less time."""
+    return -len(found.gone), found.cost
+
+
+def often_made(found: Tiled) -> list[int]:
+    """What several calls make again tile by tile, the largest and most often made first. Of all
+    that the same calls make again it is the last one: where it exists whole, the others are made
+    once.
+    """
+    source = found.source
+    places: dict[int, set[int]] = {}
+    for place, tile in enumerate(found.tiles):
+        for number in tile.remade:
+            places.setdefault(number, set()).add(place)
+    last: dict[frozenset[int], int] = {}
+    for number in sorted(places, key=lambda one: source.storages[one].creator):
+        if len(places[number]) >= _OFTEN:
+            last[frozenset(places[number])] = number
+    return sorted(
+        last.values(),
+        key=lambda one: (-len(places[one]) * source.storages[one].size_bytes, one),
+    )
 
 
 def _with_early_counts(program: Program) -> Program:
@@ -470,8 +512,11 @@ class _Tiling:
         gone: set[int],
         part_bytes: int,
         refused: Collection[Part],
+        *,
+        is_long: bool,
     ) -> None:
         self.program, self.gone, self.refused = program, gone, refused
+        self.is_long = is_long
         self.part_bytes = part_bytes
         self.slots = list(program.slots)
         self.storages = list(program.storages)
@@ -640,7 +685,8 @@ class _Tiling:
 
     def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
         """The cheapest way to make a result tile by tile: of those that can be cut as finely as
-        wanted, or else of all; of those of one cost, the one with the longest axis.
+        wanted, or else of all; of those of one cost, the one with the longest axis, or the
+        shortest.
 
         Args:
             index: the call that makes it.
@@ -671,7 +717,8 @@ class _Tiling:
                 lengths = builder.lengths([(slot, cut)])
                 if lengths is None:
                     raise Uncut
-                cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, -builder.size
+                axis = -builder.size if self.is_long else builder.size
+                cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, axis
             except Uncut as error:
                 self._restore(kept)
                 if blame is None and error.storage in self.gone:
@@ -878,7 +925,8 @@ class _Tiling:
                 source,
                 tuple(member.slot for member in members if member.changes),
             )
-            added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
+            tile = Tile(call, body, tuple(members), parts, frozenset(builder.remade))
+            added.setdefault(position, []).append(tile)
         calls: list[Call] = []
         tiles: list[Tile] = []
         new_of: dict[int, int] = {}
@@ -915,6 +963,7 @@ class _Tiling:
             program,
             tuple(tiles),
             frozenset(self.gone),
+            sum(builder.cost for _, builder, _ in groups),
             self.losses,
             self.slots,
             self.extents,
@@ -1094,6 +1143,8 @@ class Builder:
         flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
+        if not is_product:
+            self.cost += math.prod(self.meta(call.args[1].slot).shape) * _INDEX_COST
         return number
 
     def changing(self, call: Call, cut: Cut) -> int:
@@ -1399,7 +1450,7 @@ VIEWS = frozenset(
 FRESH = frozenset(
     (
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.nll_loss_backward.default,
-        aten._to_copy.default, aten.clone.default,
+        aten._to_copy.default, aten.clone.default, read_rows,
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
@@ -1957,7 +2008,7 @@ def _embedded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
         number, own = builder.whole(given), builder.part(indices, cut)
     else:
         raise Uncut
-    return builder.emit(call.target, (Ref(number), _within(builder, own, rows), *call.args[2:]))
+    return builder.emit(read_rows, (Ref(number), Ref(own)))
 
 
 @_rule(aten.embedding_dense_backward.default)
@@ -1968,9 +2019,12 @@ def _embedding_gradient(builder: Builder, call: Call, place: int, cut: Cut) -> i
     if cut == (1, 1):
         last = len(builder.meta(grad.slot).shape) - 1
         number = builder.part(grad.slot, (last, last))
+        # Each tile looks at all indices.
+        builder.cost += math.prod(builder.meta(grad.slot).shape) * _INDEX_COST
         return builder.emit(call.target, (Ref(number), own, rows, padding, is_scaled))
     if cut != (0, 0) or is_scaled:
         raise Uncut
+    builder.cost += 2 * math.prod(builder.meta(indices.slot).shape) * _INDEX_COST
     args = Ref(builder.whole(grad.slot)), own, Start(), Length(), padding
     return builder.emit(embedding_from, args)
 
