@@ -19,9 +19,7 @@ def add_product(total: Tensor, is_first: bool, left: Tensor, right: Tensor) -> N
         total.addmm_(left, right)
 
 
-def add_rows(
-    total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, padding: int
-) -> None:
+def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, padding: int) -> None:
     """Adds what a block's indices have to the gradient of an embedding's weight. The very kernel
     adds one row after the other: first what there is already, which no sum from zero on changes.
     """

@@ -63,8 +63,6 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
-_OFTEN = 3
-"""What so many calls make again tile by tile may better exist whole."""
 _INDEX_COST = 64
 """How long adding a row at an index takes, likewise."""
 
@@ -116,14 +114,12 @@ class Tile:
         body: what it runs.
         members: what it makes, and then what it changes.
         parts: by the numbers of values, of what tensors of the original program they are parts.
-        remade: storages of the original program of which each tile makes a part.
     """
 
     call: Call
     body: Body
     members: tuple[Member, ...]
     parts: dict[int, tuple[int, Cut]]
-    remade: frozenset[int]
 
     @property
     def made(self) -> list[Member]:
@@ -393,26 +389,6 @@ def tiled(
 def _rank(found: Tiled) -> tuple[int, float]:
     """More of what is to be gone first, then less time."""
     return -len(found.gone), found.cost
-
-
-def often_made(found: Tiled) -> list[int]:
-    """What several calls make again tile by tile, the largest and most often made first. Of all
-    that the same calls make again it is the last one: where it exists whole, the others are made
-    once.
-    """
-    source = found.source
-    places: dict[int, set[int]] = {}
-    for place, tile in enumerate(found.tiles):
-        for number in tile.remade:
-            places.setdefault(number, set()).add(place)
-    last: dict[frozenset[int], int] = {}
-    for number in sorted(places, key=lambda one: source.storages[one].creator):
-        if len(places[number]) >= _OFTEN:
-            last[frozenset(places[number])] = number
-    return sorted(
-        last.values(),
-        key=lambda one: (-len(places[one]) * source.storages[one].size_bytes, one),
-    )
 
 
 def _with_early_counts(program: Program) -> Program:
@@ -925,8 +901,7 @@ class _Tiling:
                 source,
                 tuple(member.slot for member in members if member.changes),
             )
-            tile = Tile(call, body, tuple(members), parts, frozenset(builder.remade))
-            added.setdefault(position, []).append(tile)
+            added.setdefault(position, []).append(Tile(call, body, tuple(members), parts))
         calls: list[Call] = []
         tiles: list[Tile] = []
         new_of: dict[int, int] = {}
@@ -1128,8 +1103,7 @@ class Builder:
                 cuts = [(0, last)] * 2
                 self.tiling.extents[call.args[1].slot] = (0, call.args[2])
             parts = [
-                Ref(self.part(ref.slot, cut))
-                for ref, cut in zip(call.args[:2], cuts, strict=True)
+                Ref(self.part(ref.slot, cut)) for ref, cut in zip(call.args[:2], cuts, strict=True)
             ]
         finally:
             self._reader = before
@@ -1726,9 +1700,7 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     if not cut[0] <= dim <= cut[1]:
         if is_safe and given.dtype == out.dtype:
             return builder.emit(safe_softmax, (Ref(number), _dim(dim, cut)))
-        return builder.emit(
-            call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs
-        )
+        return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
     _off_others(dim, cut)
     builder.cost += 2 * math.prod(out.shape)  # the statistics
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]

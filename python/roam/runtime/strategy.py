@@ -28,7 +28,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls, unmovable_storages
 from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
-from roam.kernels.tiles import Cutter, other_blocks
+from roam.kernels.tiles import Cutter
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.transfers import Link, placed_load
@@ -45,7 +45,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier
-from roam.program.tiling import Part, Tiled, candidates, often_made, out_of_place, tiled
+from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -100,12 +100,6 @@ _SPARE = 64
 """The first part of a limit that is left free if copies beside the step have no room."""
 _PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Into how many parts the largest tensors are cut."""
-_MIDDLE_PARTS = 32
-"""Into how many parts they are cut where it is found out what tiles make again too often."""
-_MOST_OFTEN = 4
-"""So much of that is tried."""
-_WORTH_KEEPING = 0.95
-"""What exists whole after all has to leave no more than this share of the tiles' time."""
 _MOST_LEVELS = 6
 """How many sizes of tensors are tried as the least that never exist whole."""
 _SMALL = 64
@@ -660,11 +654,8 @@ class _Chooser:
         levels = sorted(
             (size for size in set(sizes.values()) if size * _SMALL > most), reverse=True
         )
-        tried: set[frozenset[int]] = set()
-        for gone, is_all in self._sets(program, sizes, levels[:_MOST_LEVELS], limit_bytes):
-            if gone in tried:
-                continue
-            tried.add(gone)
+        for least_bytes in levels[:_MOST_LEVELS]:
+            gone = {number for number, size in sizes.items() if size >= least_bytes}
             with self._trying():
                 cutter = Cutter(program, gone, device, available_bytes(device, 0))
             refused = cutter.refused
@@ -680,7 +671,7 @@ class _Chooser:
                 if total_bytes <= _WORTH_TILES * reached_bytes:
                     reached_bytes, misses = total_bytes, 0
                     continue
-                misses += is_all
+                misses += 1
                 if misses == _MOST_MISSES:
                     break
                 continue
@@ -695,30 +686,8 @@ class _Chooser:
                 return best
         return None
 
-    def _sets(
-        self, program: Program, sizes: Mapping[int, int], levels: Sequence[int], limit_bytes: int
-    ) -> Iterator[tuple[frozenset[int], bool]]:
-        """What may never exist whole, and whether that is all of a level: first without what takes
-        long to be made again for many tiles and has room, then all that is as large.
-        """
-        room_bytes = (limit_bytes - self.plain.plan.persistent_bytes) // 2
-        for least_bytes in levels:
-            gone = frozenset(number for number, size in sizes.items() if size >= least_bytes)
-            refused = other_blocks(program, gone, self._variant.device)
-            part_bytes = max(sizes.values()) // _MIDDLE_PARTS
-            found, left = tiled(program, gone, part_bytes, refused), gone
-            for number in often_made(found)[:_MOST_OFTEN] if found is not None else ():
-                if sizes[number] > room_bytes:
-                    continue
-                other = tiled(program, left - {number}, part_bytes, refused)
-                if other is not None and other.cost < _WORTH_KEEPING * found.cost:
-                    found, left = other, left - {number}
-            if left != gone:
-                yield left, False
-            yield gone, True
-
     def _least_with(
-        self, program: Program, gone: Collection[int], part_bytes: int, refused: Collection[Part]
+        self, program: Program, gone: set[int], part_bytes: int, refused: Collection[Part]
     ) -> int:
         """What plans take at least, whatever they run again, if all cuts are exact; and what the
         checks of a first run take.
@@ -770,7 +739,7 @@ class _Chooser:
     def _parts(
         self,
         program: Program,
-        gone: Collection[int],
+        gone: set[int],
         most_bytes: int,
         limit_bytes: int,
         refused: Collection[Part],
