@@ -421,3 +421,49 @@ def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.Monk
     products = [tile for tile in kept.tiles if aten.bmm.default in targets_of(tile, program)]
     assert {tile.body.size for tile in products} == {2}
     assert has_same_bits(kept, 4)
+
+
+@pytest.mark.parametrize("wrong", [100.0, -100.0])
+def test_indices_that_never_exist_whole_are_refused(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the whole, by the least and the largest of each row."""
+    table = nn.Embedding(8, 2)
+    updates = torch.optim.SGD(table.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        table((x * 2).long()).sum((1, 2)).square().sum().backward()
+        updates.step()
+        updates.zero_grad()
+
+    x = torch.rand(TOKENS, TOKENS)
+    program = captured(monkeypatch, step, [x])
+    gone = {n for n, size in candidates(program).items() if size >= TOKENS * TOKENS * 4}
+    found = exactly_tiled(program, gone, TOKENS * TOKENS * 4 // 8)
+    assert found is not None
+    assert found.gone == gone
+    assert any(made.cut is None for tile in found.tiles for made in tile.body.results)
+    assert has_same_bits_of(found, x)
+    x[5, 7] = wrong
+    errors = []
+    for one in (found.source, found.program):
+        with pytest.raises(IndexError) as error:
+            ran(one, given_of(one, x))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def given_of(program: Program, x: Tensor) -> dict[int, Any]:
+    """What a program reads: where it is of the shape of `x`, that."""
+    found: dict[int, Any] = {slot: tensor for tensor, slot in program.constants}
+    for reference, slot in program.referenced:
+        meta = program.slots[slot]
+        is_x = meta is not None and meta.shape == x.shape
+        found[slot] = x if is_x else reference.get()
+        if isinstance(found[slot], Tensor):
+            found[slot] = found[slot].detach()
+    return found
+
+
+def has_same_bits_of(found: Tiled, x: Tensor) -> bool:
+    return not differ(*(ran(one, given_of(one, x)) for one in (found.source, found.program)))

@@ -1247,31 +1247,21 @@ class Builder:
         most = math.ceil(self.widest_bytes * self.size / self.tiling.part_bytes)
         refused = self.tiling.refused
         lengths = lengths_of(self.size, max(1, min(self.size, most)))
-        totals = [slot for slot, cut in made if cut is None]
         parts = [(slot, cut) for slot, cut in made if cut is not None] + list(self.made_parts)
-        products = [slot for slot in totals if self.tiling.is_product(slot)]
-        if totals and not products:  # each tile is a block
-            parts += [(slot, None) for slot in totals]
-            for length in lengths:
-                if not any((*part, length) in refused for part in parts):
-                    return length, length
-            return None
-        blocks = [self.size]
-        if totals:
+        totals = [slot for slot, cut in made if cut is None]
+        if not totals:
+            pairs = [(length, self.size) for length in lengths]
+        elif not any(map(self.tiling.is_product, totals)):  # each tile is a block
+            pairs = [(length, length) for length in lengths]
+        else:
             wanted = lengths[0]
-            blocks = [
-                block
-                for block in blocks_of(self.size)
-                if not any((slot, None, block) in refused for slot in totals)
-            ]
-            blocks.sort(key=lambda block: abs(math.log(block / wanted)))
-        for block in blocks:
-            options = lengths
-            if totals:
-                options = _options(block, wanted)
-            for length in options:
-                if not any((*part, length) in refused for part in parts):
-                    return length, block
+            blocks = sorted(blocks_of(self.size), key=lambda block: abs(math.log(block / wanted)))
+            pairs = [(length, block) for block in blocks for length in _options(block, wanted)]
+        for length, block in pairs:
+            if not any((*part, length) in refused for part in parts) and not any(
+                (slot, None, block) in refused for slot in totals
+            ):
+                return length, block
         return None
 
     def body(
