@@ -33,6 +33,7 @@ WAYS = (
 )
 DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
+_FEW = 8
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
@@ -85,6 +86,14 @@ def _bits(row: Row) -> str:
     return "equal" if row["digest"] == expected else "different"
 
 
+def _tiles(row: Row) -> str:
+    """Into how many tiles each call is cut, or of how many calls if these are many."""
+    numbers = [int(number) for number in (row.get("tiles") or "").split(" + ") if number]
+    if len(numbers) <= _FEW:
+        return " + ".join(map(str, numbers))
+    return f"{min(numbers)} to {max(numbers)} for each of {len(numbers)} calls"
+
+
 _COLUMNS = (
     Column("family", lambda row: row["family"], right=False),
     Column("dtype", lambda row: row["dtype"], right=False),
@@ -96,7 +105,7 @@ _COLUMNS = (
     Column("a step, ms", number("step_s", "{:.0f}", 1e-3)),
     Column(": eager's", _beside("eager", "step_s")),
     Column("first call, s", number("first_s", "{:.1f}")),
-    Column("tiles", lambda row: row.get("tiles") or ""),
+    Column("tiles", _tiles),
     Column("bits", _bits, right=False),
     Column("note", lambda row: row.get("note", ""), right=False),
 )

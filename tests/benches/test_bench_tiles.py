@@ -35,7 +35,7 @@ def test_a_row_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         return tiles.measured(*arguments)
 
     monkeypatch.setattr(tiles, "row_of_process", here)
-    asked = Namespace(only=["Llama"], dtypes=["float32"])
+    asked = Namespace(only=["Llama"], dtypes=["float32"], ways=[])
     record = run(tiles.benchmark(asked), tmp_path)
     assert [row["way"] for row in record["rows"]] == list(tiles.WAYS)
     rows = {row["way"]: row for row in record["rows"]}
@@ -56,6 +56,6 @@ def test_a_row_of_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_what_cannot_be_run_is_told() -> None:
     """A family that is not known ends the command, and one that fails has the reason in its row."""
     with pytest.raises(BenchError, match="it is none of Llama, Mixtral"):
-        tiles.benchmark(Namespace(only=["Lama"], dtypes=None))
+        tiles.benchmark(Namespace(only=["Lama"], dtypes=None, ways=[]))
     row = row_of_process("a row", tiles.__name__, "Lama", "float32", "eager")
     assert "Lama" in json.dumps(row)

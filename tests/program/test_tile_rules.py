@@ -20,12 +20,13 @@ from roam.program import tiling
 from roam.program.bits import differ
 from roam.program.ir import Program
 from roam.program.tiles import refs_of
-from roam.program.tiling import Tiled, candidates, out_of_place, tiled
+from roam.program.tiling import Tile, Tiled, candidates, out_of_place, tiled
 from roam.runtime.strategy import _Chooser
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 TOKENS, WIDTH, WORDS = 96, 24, 500
 
 
@@ -250,6 +251,11 @@ def test_tiles_change_and_return_the_same(
             assert has_same_bits(found, hostile)
 
 
+def targets_of(tile: Tile, program: Program) -> set[Any]:
+    """The operators that make what a call makes tile by tile."""
+    return {program.calls[member.position].target for member in tile.members}
+
+
 def gone_names(found: Tiled) -> set[str]:
     """The operators that make what never exists whole."""
     source = found.source
@@ -353,3 +359,111 @@ def test_scores_of_one_sample_and_one_head_are_cut(monkeypatch: pytest.MonkeyPat
     found = exactly_tiled(program, scores, TOKENS * TOKENS)
     assert found is not None
     assert found.gone == scores
+
+
+def test_changes_are_made_out_of_place_where_they_make_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Integers too, as the buckets of T5's positions; not what would have another dtype."""
+    table = nn.Embedding(TOKENS, WIDTH)
+
+    def step(x: Tensor) -> None:
+        table.zero_grad()
+        places = x.argsort(-1)
+        places = places * 2
+        places += x.argsort(-1, descending=True)
+        chosen = x * 2
+        chosen.logical_and_(x)
+        (table(places.clamp(0, TOKENS - 1)) * chosen[..., None]).sum().backward()
+
+    program = captured(monkeypatch, step, [torch.randn(4, TOKENS)])
+    names = [call.name for call in program.calls]
+    assert "aten.add.Tensor" in names
+    assert "aten.add_.Tensor" not in names
+    assert "aten.logical_and_.default" in names
+
+
+def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the size of the scores exists whole, not even the indices of their bias: its
+    gradient is summed in blocks of queries, and the keys' and values' are made by keys.
+    """
+    torch.manual_seed(0)
+    attention = Attention(is_fused=False)
+    updates = torch.optim.SGD(attention.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        attention(x).square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+
+    program = captured(monkeypatch, step, [torch.randn(TOKENS, WIDTH)])
+    sizes = candidates(program)
+    large = 2 * TOKENS * TOKENS * 4
+    gone = {number for number, size in sizes.items() if size >= large}
+    for number, storage in enumerate(program.storages):
+        is_large = storage.creator >= 0 and storage.size_bytes >= large
+        assert is_large == (number in gone)
+    found = exactly_tiled(program, gone, large // 4)
+    assert found is not None
+    left = {program.calls[program.storages[number].creator].name for number in gone - found.gone}
+    assert not left
+    sums = [tile for tile in found.tiles if any(made.cut is None for made in tile.body.results)]
+    assert [tile.body.size for tile in sums] == [TOKENS]
+    for hostile in (0, 4, 6):
+        assert has_same_bits(found, hostile)
+    # Where the indices exist whole, all is cut by heads, which share what is made again.
+    indices = next(
+        n for n in gone if program.calls[program.storages[n].creator].name == "aten.clamp.default"
+    )
+    kept = exactly_tiled(program, gone - {indices}, large // 2)
+    assert kept is not None
+    assert kept.cost < found.cost
+    products = [tile for tile in kept.tiles if aten.bmm.default in targets_of(tile, program)]
+    assert {tile.body.size for tile in products} == {2}
+    assert has_same_bits(kept, 4)
+
+
+@pytest.mark.parametrize("wrong", [100.0, -100.0])
+def test_indices_that_never_exist_whole_are_refused(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the whole, by the least and the largest of each row."""
+    table = nn.Embedding(8, 2)
+    updates = torch.optim.SGD(table.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        table((x * 2).long()).sum((1, 2)).square().sum().backward()
+        updates.step()
+        updates.zero_grad()
+
+    x = torch.rand(TOKENS, TOKENS)
+    program = captured(monkeypatch, step, [x])
+    gone = {n for n, size in candidates(program).items() if size >= TOKENS * TOKENS * 4}
+    found = exactly_tiled(program, gone, TOKENS * TOKENS * 4 // 8)
+    assert found is not None
+    assert found.gone == gone
+    assert any(made.cut is None for tile in found.tiles for made in tile.body.results)
+    assert has_same_bits_of(found, x)
+    x[5, 7] = wrong
+    errors = []
+    for one in (found.source, found.program):
+        with pytest.raises(IndexError) as error:
+            ran(one, given_of(one, x))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def given_of(program: Program, x: Tensor) -> dict[int, Any]:
+    """What a program reads: where it is of the shape of `x`, that."""
+    found: dict[int, Any] = {slot: tensor for tensor, slot in program.constants}
+    for reference, slot in program.referenced:
+        meta = program.slots[slot]
+        is_x = meta is not None and meta.shape == x.shape
+        found[slot] = x if is_x else reference.get()
+        if isinstance(found[slot], Tensor):
+            found[slot] = found[slot].detach()
+    return found
+
+
+def has_same_bits_of(found: Tiled, x: Tensor) -> bool:
+    return not differ(*(ran(one, given_of(one, x)) for one in (found.source, found.program)))

@@ -499,6 +499,9 @@ class _Trial:
             return known[ref.slot] if ref.slot in known else self.value(ref.slot)
 
         args, kwargs = substitute(call.args, value), substitute(call.kwargs, value)
+        if call.target is torch.ops.aten.embedding.default:
+            # Indices that are made of this round's values may be none: tiles read others there.
+            args = (args[0], args[1].clamp(0, args[0].shape[0] - 1), *args[2:])
         made = call.function(*args, **kwargs)
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 

@@ -19,6 +19,18 @@ def add_product(total: Tensor, is_first: bool, left: Tensor, right: Tensor) -> N
         total.addmm_(left, right)
 
 
+def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, padding: int) -> None:
+    """Adds what a block's indices have to the gradient of an embedding's weight. The very kernel
+    adds one row after the other: first what there is already, which no sum from zero on changes.
+    """
+    own, grad = indices.flatten(), grad.reshape(-1, grad.shape[-1])
+    rows = total.shape[0]
+    if not is_first:
+        own = torch.cat([torch.arange(rows, dtype=own.dtype, device=own.device), own])
+        grad = torch.cat([total, grad])
+    total.copy_(aten.embedding_dense_backward(grad, own, rows, padding, False))
+
+
 def pick(scores: Tensor, label: Tensor) -> Tensor:
     """The score of each row's label, as a column; of any other where the label is none."""
     return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
@@ -26,6 +38,18 @@ def pick(scores: Tensor, label: Tensor) -> Tensor:
 
 _PIECE_BYTES = 1 << 18
 """Pieces of rows of about so many bytes are made of what takes memory for itself."""
+
+
+def read_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a table at indices; any row where an index is none."""
+    rows, width = table.shape
+    made = table.new_empty((*indices.shape, width))
+    flat, own = made.view(-1, width), indices.reshape(-1)
+    if width == 1:  # a quicker kernel
+        table, flat = table.reshape(-1), flat.view(-1)
+    for piece in _pieces(own):
+        torch.index_select(table, 0, own[piece].clamp(0, rows - 1), out=flat[piece])
+    return made
 
 
 def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
@@ -43,6 +67,14 @@ def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
             less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
         torch.neg(less[..., -1:], out=found[rows])
     return found
+
+
+def safe_softmax(scores: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """As `_safe_softmax`, which takes three times the memory: rows that are masked are zeros."""
+    is_masked = scores.amax(dim, keepdim=True) == float("-inf")
+    made = torch.empty_like(scores) if out is None else out
+    aten._softmax.out(scores, dim, False, out=made)
+    return made.masked_fill_(is_masked, 0)
 
 
 def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from roam.program.ir import Ref, substitute
-from roam.program.tile_works import less_exponential
+from roam.program.tile_works import less_exponential, safe_softmax
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -329,7 +329,7 @@ OVER: dict[Any, tuple[Any, str]] = {
         (aten.tanh.default, "out", "out"),
         (aten.tanh_backward.default, "grad_input", "grad_input"),
     )
-} | {less_exponential: (less_exponential, "out")}
+} | {work: (work, "out") for work in (less_exponential, safe_softmax)}
 """What may write its result over its first argument, if that has the result's shape and dtype: the
 overload that does, and what it calls the result."""
 

@@ -27,12 +27,15 @@ from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
     add_product,
+    add_rows,
     embedding_from,
     labels_from,
     less_exponential,
     less_share,
     pick,
+    read_rows,
     row_total,
+    safe_softmax,
     scatter_from,
 )
 from roam.program.tiles import (
@@ -60,6 +63,8 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
+_INDEX_COST = 64
+"""How long adding a row at an index takes, likewise."""
 
 
 class Uncut(Exception):
@@ -136,12 +141,14 @@ class Tiled:
         source: the original program.
         tiles: the calls that run tile by tile.
         gone: storages of `source` that are never whole.
+        cost: how long all tiles take, in elements that are read or written.
     """
 
     program: Program
     source: Program
     tiles: tuple[Tile, ...]
     gone: frozenset[int]
+    cost: float
     losses: dict[int, Call]
     """By the slot of what a loss picks, the call that sums it. Slots are those of `source`, and new
     ones."""
@@ -176,14 +183,16 @@ def out_of_place(program: Program) -> Program:
     found = replace(program, calls=calls, slots=slots, storages=storages)
     kept = program.leaving() | {program.storage_of(slot) for slot in program.outgoing()}
     for index, call in enumerate(calls):
-        target = _making(found, call)
-        if target is None:
+        if not _changes(found, call):
             continue
         changed = call.args[0].slot
         meta = slots[changed]
         assert meta is not None
         old = meta.storage
         if storages[old].creator < 0 or old in kept:
+            continue
+        target = _making(found, call)
+        if target is None:
             continue
         later = calls[index + 1 :]
         new = {slot for one in later for slot in one.outputs if slot is not None}
@@ -205,27 +214,34 @@ def out_of_place(program: Program) -> Program:
 
 
 def _making(program: Program, call: Call) -> OpOverload | None:
-    """What makes of a call's arguments what the call changes the first of them to, in the same
-    layout and dtype; None if it is not known.
+    """What makes of a call's arguments what the call, which `_changes`, changes the first of them
+    to, in the same layout and dtype; None if it is not known.
     """
-    if not _changes(program, call):
-        return None
     packet, _, overload = call.target.name().removeprefix("aten::").partition(".")
     made = getattr(getattr(aten, packet.removesuffix("_"), None), overload or "default", None)
     if made is None or torch.Tag.pointwise not in made.tags:
         return None
     meta = program.slots[call.args[0].slot]
     assert meta is not None
-    for slot in refs_of([call.args[1:], call.kwargs]):
-        other = program.slots[slot]
+    slots = {slot: program.slots[slot] for slot in refs_of([call.args, call.kwargs])}
+    if any(
+        other is not None and other.storage == meta.storage and slot != call.args[0].slot
+        for slot, other in slots.items()
+    ):
+        return None
+
+    def empty(ref: Ref) -> Any:
+        other = slots[ref.slot]
         if other is None:  # a number
-            continue
-        is_alike = (other.shape, other.stride) == (meta.shape, meta.stride)
-        if other.storage == meta.storage or other.dtype != meta.dtype:
-            return None
-        if not is_alike and math.prod(other.shape) != 1:
-            return None
-    return made if meta.dtype.is_floating_point else None
+            return 0.5
+        return torch.empty_strided(other.shape, other.stride, dtype=other.dtype, device="meta")
+
+    try:
+        result = made(*substitute(call.args, empty), **substitute(call.kwargs, empty))
+    except (RuntimeError, TypeError):
+        return None
+    is_alike = (tuple(result.shape), result.stride()) == (meta.shape, meta.stride)
+    return made if is_alike and result.dtype == meta.dtype else None
 
 
 def _changes(program: Program, call: Call) -> bool:
@@ -270,6 +286,19 @@ def summed(program: Program, call: Call) -> int:
     if left is None or out is None or out.dtype not in (torch.float32, torch.float64):
         return 0
     return left.shape[SUMS[call.target][0]]
+
+
+def in_order(program: Program, call: Call) -> list[int]:
+    """Over how many elements a call sums by adding one after the other to what there is, along each
+    axis of which tiles may have consecutive parts. Blocks of any length then give the same sum.
+    """
+    if call.target is not aten.embedding_dense_backward.default or call.args[4]:
+        return []
+    indices = program.slots[call.args[1].slot]
+    if indices is None or math.prod(indices.shape) <= call.args[2]:
+        return []  # most rows get nothing: parts of the rows are quicker
+    sizes = (math.prod(indices.shape[:dims]) for dims in range(1, len(indices.shape) + 1))
+    return sorted({size for size in sizes if size > 1})
 
 
 def _is_pure(program: Program, call: Call, *, may_raise: bool = False) -> bool:
@@ -330,6 +359,8 @@ def tiled(
     refused: Collection[Part] = frozenset(),
 ) -> Tiled | None:
     """The program without some tensors, as far as that is possible; None if none can be left out.
+    Of what can be cut along several axes at one cost, all are cut along the longest, or all along
+    the shortest, since only what is cut along the same one can share what is made again.
 
     Args:
         program: the original program.
@@ -337,16 +368,27 @@ def tiled(
         part_bytes: about as much of the largest of them exists at once.
         refused: what has other bits if it is made so.
     """
-    left = set(gone)
     program = _with_early_counts(program)
-    while left:
-        try:
-            return _Tiling(program, left, part_bytes, refused).result()
-        except Uncut as error:
-            if error.storage not in left:
-                return None
-            left.discard(error.storage)
-    return None
+    best: Tiled | None = None
+    for is_long in (True, False):
+        left = set(gone)
+        while left:
+            try:
+                found = _Tiling(program, left, part_bytes, refused, is_long=is_long).result()
+            except Uncut as error:
+                if error.storage not in left:
+                    break
+                left.discard(error.storage)
+                continue
+            if found is not None and (best is None or _rank(found) < _rank(best)):
+                best = found
+            break
+    return best
+
+
+def _rank(found: Tiled) -> tuple[int, float]:
+    """More of what is to be gone first, then less time."""
+    return -len(found.gone), found.cost
 
 
 def _with_early_counts(program: Program) -> Program:
@@ -438,8 +480,11 @@ class _Tiling:
         gone: set[int],
         part_bytes: int,
         refused: Collection[Part],
+        *,
+        is_long: bool,
     ) -> None:
         self.program, self.gone, self.refused = program, gone, refused
+        self.is_long = is_long
         self.part_bytes = part_bytes
         self.slots = list(program.slots)
         self.storages = list(program.storages)
@@ -467,6 +512,10 @@ class _Tiling:
         if index not in self._flops:
             self._flops[index] = flops_of(self.program, self.program.calls[index])
         return self._flops[index]
+
+    def is_product(self, slot: int) -> bool:
+        """Whether a tensor is what `SUMS` make."""
+        return slot in self.makers and self.program.calls[self.makers[slot]].target in SUMS
 
     def is_gone(self, slot: int) -> bool:
         """Whether a tensor never exists whole."""
@@ -543,33 +592,69 @@ class _Tiling:
         meta, found = self.slots[given.slot], self.slots[call.outputs[0]]  # type: ignore[index]
         assert meta is not None
         assert found is not None
-        for slot in refs_of(call.args[1:]):
+        used = refs_of(call.args[1:])
+        if call.target is aten.embedding.default and self.is_gone(used[0]):
+            # Its error names no index, so that the extremes tell as much as all.
+            for reduce in (aten.amin.default, aten.amax.default):
+                extreme = self._extreme(index, used[0], reduce)
+                args = ref_to(extreme), *call.args[2:]
+                made = (*self.slots[extreme].shape, 1)  # type: ignore[union-attr]
+                self._check(index, call, (meta.shape[0], 1), made, args)
+            return
+        for slot in used:
             self._needs_whole(ref_to(slot))
-        shape, made = meta.shape, found.shape
         # Of what is read at an index one element is enough.
+        shape, made = meta.shape, found.shape
         if call.target is aten.index.Tensor:
             shape = meta.shape[: len(call.args[1])]
             made = made[: len(made) - len(meta.shape) + len(shape)]
         elif call.target is aten.embedding.default:
             shape, made = (meta.shape[0], 1), (*made[:-1], 1)
+        self._check(index, call, shape, made, call.args[1:])
+
+    def _extreme(self, index: int, slot: int, reduce: OpOverload) -> int:
+        """The slot of the least or the largest of each row of a tensor."""
+        meta = self.slots[slot]
+        assert meta is not None
+
+        def make(builder: Builder, cut: Cut) -> int:
+            return builder.emit(reduce, (Ref(builder.part(slot, cut)), [-1], True))
+
+        found = self.new(meta, (*meta.shape[:-1], 1), "extremes")
+        self.members.append(self._cheapest(index, found, make))
+        return found
+
+    def _check(
+        self,
+        index: int,
+        call: Call,
+        shape: Sequence[int],
+        made: Sequence[int],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Lets a call read zeros of a shape beside the tiles, which makes another one."""
+        meta, found = self.slots[call.args[0].slot], self.slots[call.outputs[0]]  # type: ignore[index]
+        assert meta is not None
+        assert found is not None
         zero = self.new(meta, (), "zero")
         wide = self.new(meta, shape, "zeros")
         self.storages.pop()
         like = self.slots[zero]
         assert like is not None
-        self.slots[wide] = replace(like, shape=shape, stride=tuple(0 for _ in shape))
+        self.slots[wide] = replace(like, shape=tuple(shape), stride=tuple(0 for _ in shape))
         checked = self.new(found, made, "checked")
         kinds = {"dtype": meta.dtype, "device": meta.device}
         self.added.setdefault(index, []).extend((
             replace(call, target=aten.zeros.default, args=([],), kwargs=kinds, outputs=(zero,)),
             replace(call, target=aten.expand.default, args=(ref_to(zero), list(shape)), kwargs={},
                     outputs=(wide,)),
-            replace(call, args=(ref_to(wide), *call.args[1:]), kwargs={}, outputs=(checked,)),
+            replace(call, args=(ref_to(wide), *args), kwargs={}, outputs=(checked,)),
         ))  # fmt: skip
 
     def _cheapest(self, index: int, slot: int, make: Callable[..., int] | None = None) -> Member:
         """The cheapest way to make a result tile by tile: of those that can be cut as finely as
-        wanted, or else of all; of those of one cost, the one with the longest axis.
+        wanted, or else of all; of those of one cost, the one with the longest axis, or the
+        shortest.
 
         Args:
             index: the call that makes it.
@@ -580,18 +665,19 @@ class _Tiling:
         assert meta is not None
         best: tuple[tuple[bool, float, bool, int], Member] | None = None
         blame: Uncut | None = None
-        ways: list[Cut | None] = [*_cuts(meta)]
-        size = 0 if make is not None else summed(self.program, self.program.calls[index])
-        if size:
-            ways.append(None)
-        for cut in ways:
+        ways: list[tuple[Cut | None, int]] = [(cut, _size(meta, cut)) for cut in _cuts(meta)]
+        if make is None:
+            call = self.program.calls[index]
+            sizes = {summed(self.program, call), *in_order(self.program, call)} - {0}
+            ways += [(None, size) for size in sorted(sizes)]
+        for cut, size in ways:
             if cut is None:
                 how = partial(Builder.added, slot=slot)
             elif make is None:
                 how = partial(Builder.made, slot=slot, cut=cut)
             else:
                 how = partial(make, cut=cut)
-            member = Member(index, slot, cut, size if cut is None else _size(meta, cut), how)
+            member = Member(index, slot, cut, size, how)
             kept = self._state()
             try:
                 builder = Builder(self, member.size, index)
@@ -599,7 +685,8 @@ class _Tiling:
                 lengths = builder.lengths([(slot, cut)])
                 if lengths is None:
                     raise Uncut
-                cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, -builder.size
+                axis = -builder.size if self.is_long else builder.size
+                cost = builder.is_coarse(lengths[0]), builder.cost, cut is None, axis
             except Uncut as error:
                 self._restore(kept)
                 if blame is None and error.storage in self.gone:
@@ -834,6 +921,7 @@ class _Tiling:
             program,
             tuple(tiles),
             frozenset(self.gone),
+            sum(builder.cost for _, builder, _ in groups),
             self.losses,
             self.slots,
             self.extents,
@@ -981,23 +1069,39 @@ class Builder:
         return number
 
     def added(self, slot: int) -> int:
-        """The number of a work that adds a block's part of a product to the product."""
+        """The number of a work that adds a block's part of a product to the product, or of the
+        gradient of an embedding to that.
+        """
         index = self.tiling.makers[slot]
         call = self.tiling.program.calls[index]
         before, self._reader = self._reader, index
         try:
+            if call.target in SUMS:
+                cuts = [(dim, dim) for dim in SUMS[call.target]]
+            else:
+                shape = self.meta(call.args[1].slot).shape
+                last = next(
+                    dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) == self.size
+                )
+                cuts = [(0, last)] * 2
+                self.tiling.extents[call.args[1].slot] = (0, call.args[2])
             parts = [
-                Ref(self.part(ref.slot, (dim, dim)))
-                for ref, dim in zip(call.args, SUMS[call.target], strict=True)
+                Ref(self.part(ref.slot, cut)) for ref, cut in zip(call.args[:2], cuts, strict=True)
             ]
         finally:
             self._reader = before
-        number = self.emit(add_product, tuple(parts))
+        is_product = call.target in SUMS
+        number = self.emit(
+            add_product if is_product else add_rows,
+            (*parts, *(() if is_product else call.args[3:4])),
+        )
         self._works[-1] = replace(self._works[-1], adds_to=slot)
         self._closing([number])
         flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
+        if not is_product:
+            self.cost += math.prod(self.meta(call.args[1].slot).shape) * _INDEX_COST
         return number
 
     def changing(self, call: Call, cut: Cut) -> int:
@@ -1126,24 +1230,21 @@ class Builder:
         most = math.ceil(self.widest_bytes * self.size / self.tiling.part_bytes)
         refused = self.tiling.refused
         lengths = lengths_of(self.size, max(1, min(self.size, most)))
-        totals = [slot for slot, cut in made if cut is None]
-        blocks = [self.size]
-        if totals:
-            wanted = lengths[0]
-            blocks = [
-                block
-                for block in blocks_of(self.size)
-                if not any((slot, None, block) in refused for slot in totals)
-            ]
-            blocks.sort(key=lambda block: abs(math.log(block / wanted)))
         parts = [(slot, cut) for slot, cut in made if cut is not None] + list(self.made_parts)
-        for block in blocks:
-            options = lengths
-            if totals:
-                options = _options(block, wanted)
-            for length in options:
-                if not any((*part, length) in refused for part in parts):
-                    return length, block
+        totals = [slot for slot, cut in made if cut is None]
+        if not totals:
+            pairs = [(length, self.size) for length in lengths]
+        elif not any(map(self.tiling.is_product, totals)):  # each tile is a block
+            pairs = [(length, length) for length in lengths]
+        else:
+            wanted = lengths[0]
+            blocks = sorted(blocks_of(self.size), key=lambda block: abs(math.log(block / wanted)))
+            pairs = [(length, block) for block in blocks for length in _options(block, wanted)]
+        for length, block in pairs:
+            if not any((*part, length) in refused for part in parts) and not any(
+                (slot, None, block) in refused for slot in totals
+            ):
+                return length, block
         return None
 
     def body(
@@ -1296,7 +1397,7 @@ VIEWS = frozenset(
 FRESH = frozenset(
     (
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.nll_loss_backward.default,
-        aten._to_copy.default, aten.clone.default,
+        aten._to_copy.default, aten.clone.default, read_rows,
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
@@ -1562,22 +1663,17 @@ def _addmm(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (Ref(bias), *factors), call.kwargs)
 
 
-@_rule(aten._safe_softmax.default)
-def _safe_softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
-    out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
-    dim = call.args[1] % len(out.shape)
-    _off(dim, cut)
-    number = builder.part(call.args[0].slot, cut)
-    return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
-
-
-@_rule(aten._softmax.default, aten._log_softmax.default)
+@_rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
+    given = builder.meta(call.args[0].slot)
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim = call.args[1] % len(out.shape)
     number = builder.part(call.args[0].slot, cut)
+    is_safe = call.target is aten._safe_softmax.default
     if not cut[0] <= dim <= cut[1]:
-        return builder.emit(call.target, (Ref(number), _dim(dim, cut), call.args[2]))
+        if is_safe and given.dtype == out.dtype:
+            return builder.emit(safe_softmax, (Ref(number), _dim(dim, cut)))
+        return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
     _off_others(dim, cut)
     builder.cost += 2 * math.prod(out.shape)  # the statistics
     index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
@@ -1589,7 +1685,12 @@ def _softmax(builder: Builder, call: Call, place: int, cut: Cut) -> int:
         # In half precision the kernel rounds the two numbers of a row, and then the difference.
         return _rounded(builder, builder.emit(aten.sub.Tensor, (less, rest)), out)
     negative = Ref(builder.emit(aten.neg.default, (rest,)))
-    return builder.emit(aten.mul.Tensor, (Ref(builder.emit(less_exponential, (less,))), negative))
+    exponential = Ref(builder.emit(less_exponential, (less,)))
+    number = builder.emit(aten.mul.Tensor, (exponential, negative))
+    if is_safe:
+        is_masked = Ref(builder.emit(aten.eq.Scalar, (most, float("-inf"))))
+        number = builder.emit(aten.masked_fill.Scalar, (Ref(number), is_masked, 0))
+    return number
 
 
 def _single(builder: Builder, value: Ref, like: TensorMeta) -> Ref:
@@ -1852,7 +1953,7 @@ def _embedded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
         number, own = builder.whole(given), builder.part(indices, cut)
     else:
         raise Uncut
-    return builder.emit(call.target, (Ref(number), _within(builder, own, rows), *call.args[2:]))
+    return builder.emit(read_rows, (Ref(number), Ref(own)))
 
 
 @_rule(aten.embedding_dense_backward.default)
@@ -1863,9 +1964,12 @@ def _embedding_gradient(builder: Builder, call: Call, place: int, cut: Cut) -> i
     if cut == (1, 1):
         last = len(builder.meta(grad.slot).shape) - 1
         number = builder.part(grad.slot, (last, last))
+        # Each tile looks at all indices.
+        builder.cost += math.prod(builder.meta(grad.slot).shape) * _INDEX_COST
         return builder.emit(call.target, (Ref(number), own, rows, padding, is_scaled))
     if cut != (0, 0) or is_scaled:
         raise Uncut
+    builder.cost += 2 * math.prod(builder.meta(indices.slot).shape) * _INDEX_COST
     args = Ref(builder.whole(grad.slot)), own, Start(), Length(), padding
     return builder.emit(embedding_from, args)
 
