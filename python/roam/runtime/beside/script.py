@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from roam.kernels.recurrent import as_run
-from roam.program.barrier import barrier
+from roam.program.barrier import barrier, parting
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
@@ -259,7 +259,8 @@ def script_of(
         alive: for each entry, and for the end, the storages that Python may hold there.
         changing: the numbers that change from call to call.
         holds_all: whether a plan holds all that Python holds where that asks for a value. If not,
-            it need not hold what can be made again if the call goes another way.
+            it need not hold what can be made again if the call goes another way, and what it holds
+            lies outside of the pool.
         runs_small: whether small operators on the CPU run where they stand.
     """
     entries = recording.entries
@@ -351,7 +352,8 @@ def script_of(
                 unheld.append(frozenset(again))
                 drawing.append(draws)
                 at_barrier.append(len(calls))
-                calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
+                stop = barrier if holds_all else parting
+                calls.append(Call(stop, (), {}, (), True, entry.phase, entry.source))
                 dirty, draws = set(again), False
                 used = set(again)
             continue
