@@ -119,9 +119,6 @@ class Script:
     """Storages that the program writes to."""
     draws: list[bool]
     """For each barrier, and for the end, whether kernels before it draw random numbers."""
-    unheld: list[frozenset[int]]
-    """For each barrier, storages that Python may hold there, and the plan need not: they can be
-    made again from what it holds."""
     creators: list[int]
     """For each storage, the entry that makes it; -1 if it was there."""
     steps: list[Expected]
@@ -287,7 +284,6 @@ def script_of(
     drawing: list[bool] = []
     given: set[int] = set()
     """Storages that Python has got, which have to stay as they are while it holds them."""
-    unheld: list[frozenset[int]] = []
     made: dict[int, int] = {}
     """For each slot that the program makes, the call."""
     needs: dict[int, int] = {}
@@ -349,7 +345,6 @@ def script_of(
                 )
                 given |= here - again
                 barriers.append(Moment(sorted(here - again), alive[index], []))
-                unheld.append(frozenset(again))
                 drawing.append(draws)
                 at_barrier.append(len(calls))
                 stop = barrier if holds_all else parting
@@ -428,7 +423,7 @@ def script_of(
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
-        written, [*drawing, draws], unheld, [seen.creator for seen in storages],
+        written, [*drawing, draws], [seen.creator for seen in storages],
         [
             *(
                 _expected(
