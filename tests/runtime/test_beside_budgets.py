@@ -218,6 +218,42 @@ def test_a_budget_holds_at_every_call(name: str) -> None:
     assert max(peaks) <= limit_bytes
 
 
+def test_a_call_that_leaves_a_pool_with_all_activations_keeps_within_its_budget() -> None:
+    """They are not copied: within a budget Python holds nothing that lies in a pool."""
+    pool, outcomes = Pool.of(torch.device("cpu")), []
+    limit_bytes = 0
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.randn(32, 32, requires_grad=True) for _ in range(6)]
+        count, found, peaks = [0], [], []
+
+        def step(x: torch.Tensor) -> float:
+            count[0] += 1  # noqa: B023
+            for weight in weights:  # noqa: B023
+                weight.grad = None
+                x = F.dropout(torch.tanh(x @ weight), 0.1) * 1.5
+            loss = x.square().mean()
+            value = loss.item()
+            if count[0] != 5:  # noqa: B023
+                loss.backward()
+            return value
+
+        run = step
+        if compiled:
+            run = roam.compile(step, python="beside", memory=limit_bytes, pool=True)
+        for _ in range(6):
+            x = torch.randn(512, 32)
+            gradients = sum(one.nbytes for one in weights if one.grad is not None)
+            held_bytes = sum(one.nbytes for one in weights) + gradients + x.nbytes + pool.nbytes
+            trace = measure_peak(lambda x=x, run=run: run(x))  # type: ignore[misc]
+            found.append(trace.value)
+            peaks.append(held_bytes + trace.peak_bytes)
+        outcomes.append([torch.tensor(found), *(weight.grad for weight in weights)])
+        limit_bytes = limit_bytes or int(max(peaks) * 1.05)
+    assert all(map(same_bits, *outcomes))
+    assert max(peaks) <= limit_bytes
+
+
 def test_what_is_made_again_has_what_small_parameters_were() -> None:
     """Kernels of a few numbers run where they stand, also those that update parameters."""
     states = []

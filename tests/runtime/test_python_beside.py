@@ -837,6 +837,70 @@ def test_on_change_raise_never_leaves_a_plan() -> None:
     assert all(map(same_bits, before, model.parameters()))
 
 
+def test_calls_that_leave_a_plan_count_for_the_way_that_they_go() -> None:
+    weight = torch.randn(8, 8)
+    other = iter([False, False, False, True, False, True, True])
+
+    def step(x: torch.Tensor) -> float:
+        y = x @ weight
+        if next(other):
+            y = y.exp()
+        return y.sum().item()
+
+    compiled, x = roam.compile(step, python="beside"), torch.ones(4, 8)
+    for _ in range(6):
+        compiled(x)
+    assert len(compiled.plans) == 1
+    assert compiled(x) == (x @ weight).exp().sum().item()
+    assert len(compiled.plans) == 2
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_a_call_that_leaves_has_what_small_operators_have_made(memory: str | None) -> None:
+    weight, scale, count = torch.randn(8, 8), torch.tensor(2.0), [0]
+
+    def step(x: torch.Tensor) -> float:
+        count[0] += 1
+        y = (x @ weight) * (scale + 1)  # of which nothing is left when the call leaves
+        if count[0] == 6:
+            y = y.exp()
+        return y.sum().item()
+
+    compiled, x = roam.compile(step, python="beside", memory=memory), torch.ones(4, 8)
+    found = [compiled(x) for _ in range(7)]
+    count[0] = 0
+    assert found == [step(x) for _ in range(7)]
+
+
+def test_a_call_may_end_with_values_that_were_given_in_its_middle(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
+    kept: list[torch.Tensor] = []
+    count = [0]
+
+    def step(x: torch.Tensor) -> float:
+        hidden = x @ weights[0]
+        y = hidden.tanh() @ weights[1]
+        found = y.sum().item()
+        count[0] += 1
+        if count[0] > 4:
+            kept.append(hidden)
+        (y @ weights[2]).square().mean().backward()
+        return found
+
+    compiled = roam.compile(step, python="beside", pool=True, poison=True)
+    caplog.set_level(logging.INFO, logger="roam")
+    xs = [torch.randn(16, 16) for _ in range(7)]
+    for x in xs:
+        compiled(x)
+    assert len(kept) == 3
+    assert all(
+        same_bits(one, (x @ weights[0]).detach()) for one, x in zip(kept, xs[4:], strict=True)
+    )
+    assert "another way" not in caplog.text
+
+
 def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roam.runtime.beside.step.is_possible", lambda: False)
     with pytest.raises(roam.ExecutionError) as caught:

@@ -14,6 +14,7 @@ import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import roam
+from newer import needs_2_15
 
 
 class Pair(namedtuple("Parts", ("x", "y"))):
@@ -97,6 +98,18 @@ def test_of_an_argument_to_which_the_step_gives_it(kind: Callable[[torch.Tensor]
         lambda: roam.compile(step)(batch, torch.ones(3))
     )
     assert "scale" not in vars(batch)
+
+
+@pytest.mark.auto
+@needs_2_15
+def test_an_argument_to_which_the_step_gives_it_beside_a_plan() -> None:
+    def step(batch: Any, x: torch.Tensor) -> torch.Tensor:
+        batch.scale = getattr(batch, "scale", 1.0) + 1
+        return x * batch.scale
+
+    batch, compiled = output(torch.ones(3)), roam.compile(step)
+    assert [compiled(batch, torch.ones(3))[0].item() for _ in range(4)] == [2, 3, 4, 5]
+    assert compiled.plans
 
 
 def test_of_an_argument_of_a_later_call() -> None:

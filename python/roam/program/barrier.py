@@ -17,9 +17,16 @@ def barrier(*_: Any) -> NoReturn:
     raise AssertionError("an executor hands its values on, and goes on with what it gets")
 
 
+def parting(*_: Any) -> NoReturn:
+    """A barrier after which Python may go on without the plan: what it holds lies outside of the
+    pool, so that it need not be copied then.
+    """
+    raise AssertionError("an executor hands its values on, and goes on with what it gets")
+
+
 def is_barrier(target: object) -> bool:
     """Whether a call's target is a barrier."""
-    return target is barrier
+    return target is barrier or target is parting
 
 
 def barriers(program: Program) -> Iterator[tuple[int, int]]:

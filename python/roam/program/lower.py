@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
 from roam.distributed.collectives import is_collective, is_launch
-from roam.program.barrier import barriers, is_barrier
+from roam.program.barrier import barrier, barriers
 from roam.program.diff import has_same_structure
 from roam.program.early_checks import needed_by
 from roam.program.effects import Assemble, rebound
@@ -189,7 +189,7 @@ class Lowering:
                 is_ours(call.target)
                 or is_collective(call.target)
                 or call.is_check
-                or is_barrier(call.target)
+                or call.target is barrier
                 or isinstance(call.target, TRANSFERS)
             )
             for slot in call.refs()

@@ -260,14 +260,20 @@ class Taker:
     _last: dict[str, Any] = field(default_factory=dict)
     _last_values: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+    def take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, rebuilds: bool = True
+    ) -> Taken:
         """The arguments of a call, taken apart.
+
+        Args:
+            rebuilds: whether containers are put together again, without attributes of their own.
 
         Raises:
             CaptureError: a container has attributes that would be lost.
         """
         leaves, spec, tree = flattened((args, kwargs), self.closed)
-        _check_attributes(tree, self.closed)
+        if rebuilds:
+            _check_attributes(tree, self.closed)
         if not self.opened:
             return Taken(leaves, spec, spec, {}, self.closed, range(len(leaves)))
         leaves_and_paths, spec = flatten_with_paths((args, kwargs), closed=self.closed)

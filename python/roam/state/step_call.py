@@ -66,7 +66,7 @@ class StepCall:
         """
         return tuple(
             _leaf_key(leaf, ()) if isinstance(leaf, (torch.Tensor, bool)) else (type(leaf),)
-            for leaf in self.taken(taker).leaves
+            for leaf in taker.take(self.args, self.kwargs, rebuilds=False).leaves
         )
 
 

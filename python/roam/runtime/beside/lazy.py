@@ -1,8 +1,9 @@
-"""Records a call whose operators compute nothing until Python asks for a value, or the call ends.
+"""Records a call that has no plan, or has left it.
 
-What has been issued by then is one program, a *segment*. It is planned like any other, so that a
-limit holds for calls that have no plan yet. What Python holds after a segment is not kept where the
-limit has no room for it: the next segment makes it again.
+Within a limit its operators compute nothing until Python asks for a value, or the call ends. What
+has been issued by then is one program, a *segment*. It is planned like any other, so that the limit
+holds. What Python holds after a segment is not kept where the limit has no room for it: the next
+segment makes it again. Without a limit operators run where they stand.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from roam.runtime.beside.placeholders import (
     placeholder,
     tensor_in,
 )
-from roam.runtime.beside.planned import Planned, kernels_alone
+from roam.runtime.beside.planned import Planned, kernel_failed, kernels_alone
 from roam.runtime.beside.recording import (
     Entry,
     Made,
@@ -142,7 +143,7 @@ class Lazy(Recorder):
     def __init__(
         self,
         frames: Frames,
-        plan: Plan,
+        plan: Plan | None,
         remembered: Remembered,
         persistent: Callable[[], dict[int, WeakStorage]],
         *,
@@ -151,7 +152,7 @@ class Lazy(Recorder):
         """Begins a call.
 
         Args:
-            plan: plans a segment.
+            plan: plans a segment; None if operators need not wait.
             remembered: what fake kernels have given in earlier calls.
             persistent: gives the storages, by their pointers, that what the call has not done yet
                 is likely to use.
@@ -200,7 +201,7 @@ class Lazy(Recorder):
         to be computed."""
         self._way = ""
         """What has become of the last operator."""
-        self._runs_now = False
+        self._runs_now = plan is None
         """Whether all that comes runs where it stands."""
         self._default = torch.get_default_dtype()
         """That with which operators wait."""
@@ -248,15 +249,15 @@ class Lazy(Recorder):
                     continue
             if any(storages[number].creator < 0 for number in written):
                 self._has_written = True
-        again = self._made_again(now=True) if begun.pooled else set()
+        if self._plan is not None:
+            assert not begun.pooled, "plans within a limit hand out nothing that lies in the pool"
+            return
         for number in begun.pooled:
-            if self._storages[number].expired():
-                continue
-            if number in again:
-                self._free(number)
-            else:
+            if not self._storages[number].expired():
                 own(self._storages[number].get())
                 note_known(self._storages[number].get())
+        self._runs_now = False
+        self.now()
 
     # -- operators
 
@@ -639,8 +640,9 @@ class Lazy(Recorder):
                 other kernels had changed something.
             PlanError: nothing within the limit was found, and nothing has been changed.
         """
-        if self.failure is not None:  # which the step's own code has caught
-            raise self.failure
+        failure = self.failure or self.stopped
+        if failure is not None:  # which the step's own code has caught
+            raise failure
         self._is_over = True
         self.advance(is_end=True)
 
@@ -691,7 +693,10 @@ class Lazy(Recorder):
         with self._kernels_run(), calls_unseen(), self._as_issued():
             wanted |= lacking & (self._used | self._made_of(lacking & alive, self._dirty))
             try:
-                self._segment(alive, wanted, set(asked), is_end=is_end)
+                if self._plan is None:
+                    self._run_issued()
+                else:
+                    self._segment(alive, wanted, set(asked), is_end=is_end)
             except PlanError as error:
                 self.failure = error
                 if self._has_written:
@@ -958,12 +963,13 @@ class Lazy(Recorder):
         self, index: list[int], kept: set[int], freed: set[int], *, is_end: bool, is_last: bool
     ) -> tuple[Planned, Draws]:
         """A plan of these entries that keeps these storages."""
-        recording = self.recording
+        recording, plan = self.recording, self._plan
+        assert plan is not None, "only then calls run in segments"
         if self._is_over and not self._segments and recording.failed is None:
             whole = self._whole(index, kept)
             if whole is not None:
                 other_bytes = self._other_bytes(whole, freed)
-                self.planned = self._plan(whole, other_bytes, None, is_last=is_last)
+                self.planned = plan(whole, other_bytes, None, is_last=is_last)
                 return self.planned, Draws()
         number_of = {at: number for number, at in enumerate(index)}
         entries = [recording.entries[at] for at in index]
@@ -991,7 +997,7 @@ class Lazy(Recorder):
                 draws.add(at, script.calls[place], device, is_again)
         draws.put_into(script)
         other_bytes = self._other_bytes(script, freed)
-        planned = self._plan(
+        planned = plan(
             script, other_bytes, self._so_far if self._segments else None, is_last=is_last
         )
         return planned, draws
@@ -1072,7 +1078,9 @@ class Lazy(Recorder):
             except StopIteration as end:
                 outgoing = end.value[0]
             except BaseException as error:
-                raise self._failed(planned, error) from error
+                self._tear(planned.changed_before(error))
+                self.failure = planned.failed(error, is_torn=bool(self.torn))
+                raise self.failure from error
             else:
                 raise AssertionError("a segment has no barrier")
             kept = script.barriers[-1].held
@@ -1090,6 +1098,60 @@ class Lazy(Recorder):
             self.recording.storages[number].creator < 0 for number in script.written
         )
 
+    def _run_issued(self) -> None:
+        """Runs what waits as it was issued."""
+        recording = self.recording
+        entries = {
+            at: entry for at in self._waiting if (entry := recording.entries[at]).kind == "kernel"
+        }
+        last = {number: at for at, entry in entries.items() for number in self._of(entry)}
+        alive, held, self._held = self._alive(), self._held, {}
+        made: dict[int, torch.UntypedStorage] = {}
+        self._allow(set(self._forbidden))
+
+        def value(ref: Ref) -> torch.Tensor:
+            meta = recording.slots[ref.slot]
+            number = meta.storage
+            if number in made:
+                return tensor_in(made[number], meta)
+            known = held.get(number)
+            return tensor_in(
+                self._storages[number].get() if known is None else storage_of(known), meta
+            )
+
+        def outside(entry: Entry) -> list[int]:
+            return [
+                slot
+                for slot in entry.writes
+                if recording.storages[recording.slots[slot].storage].creator < 0
+            ]
+
+        for at, entry in entries.items():
+            try:
+                result = entry.func(
+                    *substitute(entry.args, value), **substitute(entry.kwargs, value)
+                )
+            except Exception as error:
+                self._tear(outside(entry))
+                self.failure = kernel_failed(
+                    error, str(entry.func), str(entry.source), is_torn=bool(self.torn)
+                )
+                raise self.failure from error
+            self._has_written = self._has_written or bool(outside(entry))
+            for item, one in zip(_flat(result), entry.results, strict=True):
+                if type(one) is Made:
+                    made.setdefault(recording.slots[one.slot].storage, storage_of(item))
+            result = item = None
+            for number in self._of(entry):
+                if last[number] == at:
+                    held.pop(number, None)
+                    if number not in alive:
+                        made.pop(number, None)
+        for number, storage in made.items():
+            self._filled.add(number)
+            fill(self._storages[number].get(), storage)
+            note_known(self._storages[number].get())
+
     def _free(self, number: int) -> None:
         """Frees the memory of a storage that can be made again."""
         self._held.pop(number, None)
@@ -1097,14 +1159,12 @@ class Lazy(Recorder):
         if not self._storages[number].expired():
             empty(self._storages[number].get())
 
-    def _failed(self, planned: Planned, error: BaseException) -> BaseException:
-        """What to raise where a kernel of a segment has failed."""
+    def _tear(self, changed: Iterable[int]) -> None:
+        """Notes what has been changed before a kernel failed, the slots `changed` among it."""
         slots = self.recording.slots
-        written = {slots[slot].storage for slot in planned.changed_before(error)}
-        changed = [*self._tensors_in(written), *(self._changed() if self._has_written else ())]
-        self.torn = [(tensor, version_of(tensor)) for tensor in changed]
-        self.failure = planned.failed(error, is_torn=bool(self.torn))
-        return self.failure
+        written = {slots[slot].storage for slot in changed}
+        tensors = [*self._tensors_in(written), *(self._changed() if self._has_written else ())]
+        self.torn = [(tensor, version_of(tensor)) for tensor in tensors]
 
     def _changed(self) -> list[torch.Tensor]:
         """The tensors from outside that the call has changed, or is about to."""

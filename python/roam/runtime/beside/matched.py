@@ -14,7 +14,7 @@ import torch
 
 from roam.errors import CaptureError, ExecutionError
 from roam.interrupts import interrupts_wait
-from roam.program.ir import Ref, TensorMeta
+from roam.program.ir import TensorMeta
 from roam.program.operators import is_foreign
 from roam.program.replay import cpu_state
 from roam.runtime.beside.lazy import Begun, Lazy
@@ -37,7 +37,6 @@ from roam.runtime.beside.recording import (
     Given,
     Made,
     at_path,
-    hidden_branch,
     is_passed,
     is_plain,
     meta_of,
@@ -51,6 +50,7 @@ from roam.runtime.beside.script import (
     SAME,
     TENSOR,
     Expected,
+    Moment,
     Script,
     begun,
     common,
@@ -78,16 +78,15 @@ class Matched(HiddenMode):
     """One call of the user's function beside a plan.
 
     Attributes:
-        left: why the call has left the script; empty while it follows it. Then everything that it
-            has issued has run, and the rest of it runs as it is.
+        left: why the call has left the script; empty while it follows it.
     """
 
     def __init__(
         self,
         planned: Planned,
-        others: Sequence[Planned] = (),
-        enter: Callable[[Planned | None], None] = lambda _: None,
-        lazy: Callable[[], Lazy] | None = None,
+        others: Sequence[Planned],
+        enter: Callable[[Planned | None], None],
+        lazy: Callable[[], Lazy],
     ) -> None:
         """Begins a call.
 
@@ -95,7 +94,7 @@ class Matched(HiddenMode):
             others: other ways that calls of this kind go. The call goes over to one of them where
                 it goes as that does, as long as no kernel has run.
             enter: is called with the plan that a call goes over to, or with None where it leaves.
-            lazy: makes what goes on with a call that leaves, if that is not to run as it is.
+            lazy: makes what goes on with a call that leaves.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.left = ""
@@ -139,8 +138,6 @@ class Matched(HiddenMode):
         """Storages of placeholders that have memory."""
         self._gets: list[Any] = []
         """What the executor gets at the last barrier."""
-        self._spare: dict[int, torch.UntypedStorage] = {}
-        """What the plan has made for storages that Python does not hold any more."""
         self._lent: set[int] = set()
         """Storages that the executor holds too, since the last barrier."""
         self._misfit = ""
@@ -213,12 +210,7 @@ class Matched(HiddenMode):
         if self.left:
             if self.failure is not None:
                 raise self.failure
-            if self.lazy is not None:
-                return self.lazy.__torch_dispatch__(func, types, args, kwargs)
-            if hidden := hidden_branch(func, args, Frames({}, {})):
-                self.failure = hidden
-                raise hidden
-            return func(*args, **(kwargs or {}))
+            return self._go_on(func, args, kwargs or {})
         step = self._steps[self._at]
         if step.func is not func:
             return self._other(func, args, kwargs or {})
@@ -551,7 +543,7 @@ class Matched(HiddenMode):
             self.may_leave = True
             self.leave(what)
         if self.lazy is not None:
-            self.lazy.now()
+            self.lazy.fail(what, code)
         if code != "refused_operator":
             source = str(Frames({}, {}).here()[1])
             self.failure = ExecutionError(
@@ -648,7 +640,7 @@ class Matched(HiddenMode):
         ):
             self.leave("the step ended before its end")
             return
-        if extra := self._alive() - self._script.barriers[-1].alive:
+        if extra := self._unkept(self._script.barriers[-1]):
             self.leave(f"Python holds {len(extra)} tensors at its end that it did not hold")
             return
         outgoing = self._advance(is_end=True)
@@ -659,11 +651,10 @@ class Matched(HiddenMode):
     def _pass(self, at: int) -> bool:
         """Runs the plan to a barrier, which Python has reached. False if the call leaves there."""
         moment = self._script.barriers[self._script.moments[at]]
-        if extra := self._alive() - moment.alive:
+        if extra := self._unkept(moment):
             self.leave(f"Python holds {len(extra)} tensors that it did not hold")
             return False
         values = self._advance()
-        self._spare.clear()
         seen: set[int] = set()
         gets: list[Any] = []
         for slot, value in zip(moment.held, values, strict=True):
@@ -674,8 +665,6 @@ class Matched(HiddenMode):
                 self._put(slot, value)
             place = self._places[meta.storage]
             if place.expired():
-                if self._script.unheld[self._barrier - 1]:
-                    self._spare[meta.storage] = self._memory(meta, value)
                 gets.append(value)
             else:
                 self._lent.add(meta.storage)
@@ -684,6 +673,32 @@ class Matched(HiddenMode):
         self._start = at + 1
         self._gets = gets
         return True
+
+    def _unkept(self, moment: Moment) -> frozenset[int]:
+        """The storages that Python holds, and that the plan does not keep from here on. Where there
+        is no limit, those that have their values keep them in memory of their own, as what threads
+        of a collective let go of a little later than in other calls.
+        """
+        extra = self._alive() - moment.alive
+        if not extra <= self._filled or self.planned.choice.memory_limit_bytes is not None:
+            return extra
+        script = self._script
+        written = {
+            script.storage_of(slot)
+            for entry, runs in zip(
+                self._entries[self._start : self._at], script.runs[self._start :], strict=False
+            )
+            for slot in entry.writes
+            if not runs
+        }
+        if extra & written:
+            return extra
+        with self._kernels():
+            for number in extra & self._in_pool:
+                own(self._places[number].get())
+                note_known(self._places[number].get())
+        self._in_pool -= extra
+        return frozenset()
 
     def _advance(self, *, is_end: bool = False) -> list[Any]:
         """Runs the plan to the next barrier, or to its end."""
@@ -796,9 +811,7 @@ class Matched(HiddenMode):
     # -- another way
 
     def leave(self, why: str) -> None:
-        """The call goes another way from here on: runs what it has issued, as it was issued, and
-        lets the rest run as it is.
-        """
+        """The call goes another way from here on, as it does where it has no plan."""
         if self.left or self.is_over:
             return
         self.left = why
@@ -813,40 +826,23 @@ class Matched(HiddenMode):
             )
             raise self.failure
         with self._kernels():
-            if self._make_lazy is not None:
-                self.lazy = self._handed_over(self._make_lazy)
-                return
-            self._allow()
-            if self._parts is not None:
-                self._parts.close()
-            try:
-                self._run_issued()
-            except Exception as error:
-                self.failure = ExecutionError(
-                    f"a kernel failed: {error}. It was to run before the step's own code went on, to where that goes another "
-                    f"way than its plan ({why}); some state may have been updated, and the rest has not",
-                    code="torn",
-                )
-                raise self.failure from error
+            self._hand_over()
 
-    def _handed_over(self, make: Callable[[], Lazy]) -> Lazy:
-        """What goes on with the call, and has what waits, and what of it has memory."""
+    def _hand_over(self) -> None:
+        """Something else goes on with the call, with what waits, and what of it has memory."""
         if any(
             facts_of(entry.func).is_random
             for entry in self._entries[self._start : self._at]
             if entry.kind == "kernel"
         ):
             self._check_generator()
-        lazy = make()
-        lazy.follow(self._begun())
-        self._in_pool.clear()
+        self.lazy = self._make_lazy()
+        begun = self._begun()
         if self._parts is not None:
             self._parts.close()
-            self._parts = None
         self._gets, self._bound = [], {}
-        self._spare.clear()
+        self.lazy.follow(begun)
         self._enter(None)
-        return lazy
 
     def raised(self, error: BaseException) -> None:
         """The step's own code has raised: as in eager PyTorch, what came before has run."""
@@ -868,101 +864,18 @@ class Matched(HiddenMode):
                 meta = slots[slot]
                 assert meta is not None
                 number = meta.storage
-                if number in held or script.creators[number] >= start:
+                if number in held:
                     continue
                 if slot in self._bound:
                     held[number] = self._bound[slot]
+                elif script.creators[number] >= start:
+                    continue
                 elif number in self._filled and not self._places[number].expired():
                     held[number] = tensor_in(self._places[number].get(), meta)
         return Begun(
             begun(script, self._at, self._bound), script.runs, start, self._barrier, self._weak, self._outside, self._places,
             self._filled, self._in_pool, held, self._forbidden, self._exposed, self._assigned,
         )  # fmt: skip
-
-    def _run_issued(self) -> None:
-        script = self._script
-        slots = script.slots
-        issued = range(self._start, self._at)
-        values: dict[int, Any] = {}
-        last: dict[int, int] = {}
-        for index in issued:
-            for slot in slots_of(self._entries[index]):
-                last[slots[slot].storage] = index  # type: ignore[union-attr]
-        alive = self._alive()
-        held: dict[int, torch.UntypedStorage] = {}
-
-        def value(slot: int) -> Any:
-            if slot in values:
-                return values[slot]
-            if slot in self._bound:
-                return self._bound[slot]
-            meta = slots[slot]
-            assert meta is not None
-            storage = held.get(meta.storage, self._spare.get(meta.storage))
-            return tensor_in(self._places[meta.storage].get() if storage is None else storage, meta)
-
-        lacking = (
-            {
-                number
-                for number in script.unheld[self._barrier - 1] & (alive | set(last))
-                if number not in self._filled | self._spare.keys()
-                and script.creators[number] < self._start
-            }
-            if self._barrier
-            else set()
-        )
-        needed = _makers(script, lacking, self._filled | self._spare.keys())
-        for index in [*needed, *issued]:
-            entry = self._entries[index]
-            if script.runs[index]:
-                continue
-            args, kwargs = self._decoded(index, entry, value)
-            result = entry.func(*args, **kwargs)
-            flat = (result,) if entry.sequence is None else result
-            for item, one in zip(flat, entry.results, strict=True):
-                if type(one) is Made:
-                    values[one.slot] = item
-                    number = slots[one.slot].storage  # type: ignore[union-attr]
-                    if entry.kind == "kernel" and number not in held:
-                        held[number] = storage_of(item)
-            for number in (
-                []
-                if index < self._start
-                else [one for one in held if last.get(one, -1) <= index and one not in alive]
-            ):
-                del held[number]
-                for slot in [s for s in values if slots[s].storage == number]:  # type: ignore[union-attr]
-                    del values[slot]
-        values.clear()
-        for number, storage in held.items():
-            if number not in alive:
-                continue
-            fill(self._places[number].get(), storage)
-            note_known(self._places[number].get())
-        self._bound.clear()
-
-    def _decoded(
-        self, at: int, entry: Entry, value: Callable[[int], Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        leaf = -1
-        live = self._script.live
-
-        def real(item: Any) -> Any:
-            nonlocal leaf
-            leaf += 1
-            if type(item) is Ref:
-                return value(item.slot)
-            if type(item) in (tuple, list):
-                return type(item)(map(real, item))
-            slot = live.get((at, leaf))
-            return item if slot is None else self._bound[slot]
-
-        args = tuple(map(real, entry.args))
-        kwargs = {}
-        for key, item in entry.kwargs.items():
-            leaf += 1
-            kwargs[key] = real(item)
-        return args, kwargs
 
     def release(self) -> None:
         """The call is over: what Python still holds in the pool gets memory of its own."""
@@ -1024,20 +937,3 @@ def _rebound(
             value = TENSOR_DATA.__get__(tensor)
         new[slot] = value
     return new
-
-
-def _makers(script: Script, numbers: set[int], filled: set[int]) -> list[int]:
-    """The entries that make these storages anew, in order."""
-    entries: set[int] = set()
-    left = list(numbers)
-    while left:
-        number = left.pop()
-        index = script.creators[number]
-        if index in entries:
-            continue
-        entries.add(index)
-        for slot in slots_of(script.entries[index]):
-            used = script.slots[slot].storage  # type: ignore[union-attr]
-            if used in script.made and used not in filled:
-                left.append(used)
-    return sorted(entries)

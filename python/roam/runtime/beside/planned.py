@@ -50,23 +50,31 @@ class Planned:
         return [slot_of[storage] for storage in written if storage in slot_of]
 
     def failed(self, error: BaseException, *, is_torn: bool) -> ExecutionError:
-        """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
-        nothing else runs of the call.
-        """
+        """See `kernel_failed`."""
         failure = self.executor.failure(error)
-        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
-        after = (
-            "some state has been updated, and the rest has not"
-            if is_torn
-            else "no state has been updated"
-        )
-        return ExecutionError(
-            f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or to its "
-            f"end; {after}",
-            code="torn" if is_torn else "failed",
-            operator="" if failure is None else failure.call.name,
-            source="" if failure is None else str(failure.call.source),
-        )
+        of = ("", "") if failure is None else (failure.call.name, str(failure.call.source))
+        return kernel_failed(error, *of, is_torn=is_torn)
+
+
+def kernel_failed(
+    error: BaseException, operator: str, source: str, *, is_torn: bool
+) -> ExecutionError:
+    """What to raise where a kernel has failed. Python is further on than in eager PyTorch, so
+    nothing else runs of the call.
+    """
+    where = f"{operator} at {source}: " if operator else ""
+    after = (
+        "some state has been updated, and the rest has not"
+        if is_torn
+        else "no state has been updated"
+    )
+    return ExecutionError(
+        f"{where}a kernel failed: {error}. The step's own code has gone on to where it asked for a value, or went another "
+        f"way than its plan, or to its end; {after}",
+        code="torn" if is_torn else "failed",
+        operator=operator,
+        source=source,
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from roam.kernels.recurrent import as_run
-from roam.program.barrier import barrier
+from roam.program.barrier import barrier, parting
 from roam.program.ir import Call, Program, Ref, Result, Storage, TensorMeta, ref_to, refs
 from roam.program.operators import is_foreign
 from roam.program.repeatable import is_exact
@@ -119,9 +119,6 @@ class Script:
     """Storages that the program writes to."""
     draws: list[bool]
     """For each barrier, and for the end, whether kernels before it draw random numbers."""
-    unheld: list[frozenset[int]]
-    """For each barrier, storages that Python may hold there, and the plan need not: they can be
-    made again from what it holds."""
     creators: list[int]
     """For each storage, the entry that makes it; -1 if it was there."""
     steps: list[Expected]
@@ -259,7 +256,8 @@ def script_of(
         alive: for each entry, and for the end, the storages that Python may hold there.
         changing: the numbers that change from call to call.
         holds_all: whether a plan holds all that Python holds where that asks for a value. If not,
-            it need not hold what can be made again if the call goes another way.
+            it need not hold what can be made again if the call goes another way, and what it holds
+            lies outside of the pool.
         runs_small: whether small operators on the CPU run where they stand.
     """
     entries = recording.entries
@@ -286,7 +284,6 @@ def script_of(
     drawing: list[bool] = []
     given: set[int] = set()
     """Storages that Python has got, which have to stay as they are while it holds them."""
-    unheld: list[frozenset[int]] = []
     made: dict[int, int] = {}
     """For each slot that the program makes, the call."""
     needs: dict[int, int] = {}
@@ -348,10 +345,10 @@ def script_of(
                 )
                 given |= here - again
                 barriers.append(Moment(sorted(here - again), alive[index], []))
-                unheld.append(frozenset(again))
                 drawing.append(draws)
                 at_barrier.append(len(calls))
-                calls.append(Call(barrier, (), {}, (), True, entry.phase, entry.source))
+                stop = barrier if holds_all else parting
+                calls.append(Call(stop, (), {}, (), True, entry.phase, entry.source))
                 dirty, draws = set(again), False
                 used = set(again)
             continue
@@ -426,7 +423,7 @@ def script_of(
     return Script(
         entries, slots, runs, moments, barriers, [slot for slot, before in needs.items() if before == 0],
         program, live, frozenset(creators), [seen.size_bytes for seen in storages], frozenset(needs),
-        written, [*drawing, draws], unheld, [seen.creator for seen in storages],
+        written, [*drawing, draws], [seen.creator for seen in storages],
         [
             *(
                 _expected(

@@ -78,8 +78,6 @@ class _Calls:
     """Calls with arguments of one kind. The way that calls went last is the first."""
 
     ways: list[_Way] = field(default_factory=list)
-    records: bool = True
-    """Whether the next call is recorded."""
     in_vain: int = 0
     """How many recordings there have been since the last call by plan."""
 
@@ -164,8 +162,6 @@ class Beside:
         self._remembered = Remembered()
         self._left: dict[int, WeakStorage] = {}
         """What the last call that was recorded used or made, by the pointers of storages."""
-        self._is_lazy = options.memory is not None
-        """Whether operators of calls without a plan wait until they can be planned."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """One call; `key` says of which kind its arguments are."""
@@ -206,7 +202,7 @@ class Beside:
                 )
                 way.is_to_be_planned = False
         planned = calls.ways[0].planned if calls.ways else None
-        if calls.records or planned is None:
+        if planned is None:
             if self._on_change == "eager" and self.plans and not calls.ways:
                 return self._function(*args, **kwargs)
             return self._record(args, kwargs, calls)
@@ -229,8 +225,7 @@ class Beside:
 
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
         """As `run`; `last.memory` then tells what the call took, if it ran by a plan."""
-        calls = self._calls.get(_around(key))
-        planned = None if calls is None or calls.records else self.planned(key)
+        planned = self.planned(key)
         if planned is None:
             return self.run(args, kwargs, key)
         with planned.executor.held():
@@ -256,17 +251,13 @@ class Beside:
         frames.root = sys._getframe().f_code
         # A step that has plans runs as it is in a call that can have none.
         stops = not self.plans
-        recorder = (
-            self._lazy(frames, args, kwargs, stops=stops)
-            if self._is_lazy
-            else Recorder(frames, stops=stops)
-        )
+        recorder = self._lazy(frames, args, kwargs, stops=stops)
         drawn = cpu_state()
         try:
             with ExitStack() as watching:
                 watching.enter_context(_generators_watched(recorder))
                 watching.enter_context(looking(recorder))
-                if isinstance(recorder, Lazy):
+                if self._options.memory is not None:
                     watching.enter_context(failures_seen(recorder))
                 watching.enter_context(reducing(recorder))
                 watching.enter_context(recorder)
@@ -287,14 +278,13 @@ class Beside:
         self._recorded(recorder, calls)
         return result
 
-    def _recorded(self, recorder: Recorder, calls: _Calls) -> None:
+    def _recorded(self, recorder: Lazy, calls: _Calls) -> None:
         """Takes note of a call that has been recorded."""
         recording = recorder.end()
         if recorder.has_assigned:
             let_go_of_old_data()
         self.last = recorder.planned or self.last
-        if isinstance(recorder, Lazy):
-            self._left = recorder.left()
+        self._left = recorder.left()
         if recording.failed is None:
             self._learn(recording, calls, recorder.planned)
         elif recording.failed.settles:
@@ -303,11 +293,10 @@ class Beside:
             self._refusal = self._refused(recording.failed)  # of later calls: this one has run
         else:
             calls.in_vain += 1
-            calls.records = calls.in_vain < _MOST_RECORDED
             replans.info("%s runs as it is in a call: %s", self._name, recording.failed)
 
     def _lazy(self, frames: Frames, args: Any, kwargs: Any, *, stops: bool) -> Lazy:
-        """What records a call, and plans what it does."""
+        """What records a call, and plans what it does if there is a limit."""
 
         def persistent() -> dict[int, WeakStorage]:
             try:
@@ -322,7 +311,8 @@ class Beside:
             found = {storage_pointer(storage): WeakStorage(storage) for storage in storages}
             return {**self._left, **found}
 
-        return Lazy(frames, self._segment, self._remembered, persistent, stops=stops)
+        plan = None if self._options.memory is None else self._segment
+        return Lazy(frames, plan, self._remembered, persistent, stops=stops)
 
     def _refused(self, failed: CaptureError) -> CaptureError:
         """What says why the step can run neither by a plan alone nor beside one."""
@@ -349,16 +339,15 @@ class Beside:
             if is_new:
                 way.numbers, way.alive, way.is_to_be_planned = numbers, held, True
             calls.prefer(way)
-            # A call that went another way is still to be seen twice.
-            calls.records = not is_new and calls.in_vain < _MOST_RECORDED and not self._is_lazy
             return
         way = _Way(
             recording, alive, set() if planned is None else set(planned.script.live), planned
         )
-        is_usual = self._is_lazy and bool(calls.ways) and calls.ways[0].has_run
+        is_usual = bool(calls.ways) and calls.ways[0].has_run
         calls.ways.insert(int(is_usual), way)
-        if self._is_lazy:  # a call that has another way leaves it within the limit
-            calls.records = calls.ways[0].planned is None
+        unplanned = [one for one in calls.ways if one.planned is None and not one.is_to_be_planned]
+        for one in unplanned[_MOST_RECORDED:]:
+            calls.ways.remove(one)
         if calls.in_vain >= _MOST_RECORDED:
             usual = next((one for one in calls.ways if one.planned is not None), None)
             if calls.in_vain == _MOST_RECORDED:
@@ -367,10 +356,8 @@ class Beside:
                     "runs, as it is",
                     self._name, calls.in_vain,
                 )  # fmt: skip
-            del calls.ways[_MOST_RECORDED:]
-            if usual is not None and usual in calls.ways:
+            if usual is not None:
                 calls.prefer(usual)
-                calls.records = False
 
     def _segment(
         self,
@@ -475,7 +462,7 @@ class Beside:
                     return one
 
                 enter(planned)
-                matched = Matched(planned, others, enter, lazy if self._is_lazy else None)
+                matched = Matched(planned, others, enter, lazy)
                 matched.may_leave = self._on_change != "raise"
                 is_first = not all(way.has_run for way in calls.ways if way.planned is not None)
                 try:
@@ -501,10 +488,8 @@ class Beside:
             self._torn = [] if matched is None else matched.torn
         if matched.left:
             self._tell_left(matched.left)
-            if matched.lazy is not None:
+            if self._on_change == "replan":
                 self._recorded(matched.lazy, calls)
-            else:
-                calls.records = self._on_change == "replan" and calls.in_vain < _MOST_RECORDED
         else:
             self.last, calls.in_vain = matched.planned, 0
             way = next(way for way in calls.ways if way.planned is matched.planned)
