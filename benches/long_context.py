@@ -1,5 +1,5 @@
 """Trains one block of a Llama on a long context within a budget that only tiles can keep: `python
-benches/long_context.py [--tokens 8192] [--heads 4] [--memory 500MiB]`.
+benches/long_context.py [--tokens 8192] [--heads 4] [--memory 225MiB]`.
 
 The block (width 512) has attention that is written out, with scores of tokens by tokens for each
 head, and a gated MLP; AdamW updates it. Prints what plans of whole operators take at least; trains

@@ -431,7 +431,7 @@ def test_a_swallowed_interrupt_counts_all_the_same(
         if fails:
             raise ImportError("it was only half imported")
 
-    monkeypatch.setattr(roam, "capture", swallow)
+    monkeypatch.setattr(zoo, "capture_variant", swallow)
     assert cli.main(["plan", "gpt2-tiny"]) == 130
     output, complaint = capsys.readouterr()
     assert output == ""
