@@ -661,9 +661,29 @@ def _by_computed_name(train: Step) -> Built:
     return step, kept
 
 
+def _among_locals(train: Step) -> Built:
+    losses = [1.5]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses.append(1.0)
+        return train(x, y, locals()["losses"][0])
+
+    return step, losses
+
+
 @pytest.mark.parametrize(
     "build",
-    [_by_computed_name, _kept, _in_tuple, _in_list, _in_another, _one_twice, _thread, _left],
+    [
+        _by_computed_name,
+        _among_locals,
+        _kept,
+        _in_tuple,
+        _in_list,
+        _in_another,
+        _one_twice,
+        _thread,
+        _left,
+    ],
 )
 def test_a_list_that_ends_up_elsewhere_or_changes_otherwise_is_refused(
     build: Callable[[Step], Built],

@@ -31,7 +31,8 @@ _NOTHING: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"})
 _FINDS: Final = frozenset(
     {
         "__closure__", "__globals__", "_current_frames", "_getframe", "cell_contents", "currentframe", "eval", "exec", "f_back",
-        "get_objects", "get_referents", "get_referrers", "getclosurevars", "globals", "import_module",
+        "f_globals", "f_locals", "get_objects", "get_referents", "get_referrers", "getargvalues", "getclosurevars", "globals",
+        "import_module", "locals", "vars",
     }
 )  # fmt: skip
 """What code names that finds values where no walk over a step's state does."""

@@ -290,19 +290,13 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
             "(dict(x) has the entries)",
             code="container_attribute",
         )
-    if any(id(one) in known for one in changeable):
-        raise CaptureError(
-            "the step returns a list or dictionary from before the step, and a plan would return "
-            "another one; return a copy, such as list(x) or dict(x)",
-            code="result",
-        )
-    known.update(map(id, changeable))
-    if len({id(one) for one in changeable}) < len(changeable):
-        raise CaptureError(
-            "the step returns the same list or dictionary in two places, and a plan would return "
-            "two of them; return a copy in one of the places",
-            code="result",
-        )
+    returned = {id(one) for one in _containers(result[0])}
+    seen = set(known)
+    for one in changeable:
+        if id(one) in seen:
+            raise _same_again(is_old=id(one) in known, is_returned=id(one) in returned)
+        seen.add(id(one))
+    known = seen
     wrappers = set[int]()
 
     def apart(value: Any) -> Any:
@@ -348,6 +342,22 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any, arguments: 
                 code="result",
             )
         histories.append(history)
+
+
+def _same_again(*, is_old: bool, is_returned: bool) -> CaptureError:
+    """Why a plan cannot give a list or dictionary: it `is_old`, from before the step, or stands in
+    two places of what the step returns, or else adds to lists.
+    """
+    gives, give = ("returns", "return") if is_returned else ("adds to a list", "add")
+    which, instead = (
+        ("a list or dictionary from before the step", "another one")
+        if is_old
+        else ("the same list or dictionary in two places", "two of them")
+    )
+    return CaptureError(
+        f"the step {gives} {which}, and a plan would {give} {instead}; {give} a copy, such as list(x) or dict(x)",
+        code="result" if is_returned else "moved",
+    )
 
 
 def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
