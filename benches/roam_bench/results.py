@@ -28,6 +28,7 @@ from typing import Any
 import roam
 from roam.arguments import UsageError
 from roam.interrupts import interrupts_count
+from roam.processor import processor_name
 
 Row = dict[str, Any]
 Record = dict[str, Any]
@@ -91,18 +92,9 @@ def machine() -> dict[str, Any]:
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": usable,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def load_average() -> float | None:

@@ -32,6 +32,7 @@ LAYERS = (
         "roam.arguments",
         "roam.disk_cache",
         "roam.switch",
+        "roam.processor",
     ),
     ("roam.torch_compat",),
     ("roam.state",),

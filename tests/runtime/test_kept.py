@@ -51,7 +51,7 @@ def test_findings_come_back_by_kind_and_signature() -> None:
     [
         lambda patch: patch.setattr(torch, "__version__", "3.0"),
         lambda patch: patch.setattr(torch.version, "git_version", "0" * 40),
-        lambda patch: patch.setattr(kept, "_model_line", lambda: "another processor"),
+        lambda patch: patch.setattr(kept, "processor_name", lambda: "another processor"),
         lambda patch: patch.setattr(kept, "build", lambda: "another build"),
         lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
         lambda patch: patch.setenv("LD_PRELOAD_", ""),

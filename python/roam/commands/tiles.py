@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from roam import PlanningInterrupted, zoo
 from roam.arguments import UsageError
+from roam.processor import processor_name
 
 if TYPE_CHECKING:
     from roam.commands.subject import Subject
@@ -47,7 +48,6 @@ def planned(
     """
     import torch
 
-    from roam.kernels.kept import processor_name
     from roam.runtime.planned import choose_with_tiles, planned_by
 
     assert subject.variant is not None, "it is a model of the zoo"

@@ -21,6 +21,7 @@ import torch
 
 from roam import kernels, program
 from roam.disk_cache import build, disk_cache
+from roam.processor import processor_name
 from roam.state.code_guards import TOLD_BY
 
 _MOST = 20_000
@@ -99,21 +100,7 @@ def _software() -> tuple[str, ...]:
 
 @cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    processor = (platform.machine(), platform.processor(), _model_line(), str(os.cpu_count()))
+    processor = (platform.machine(), platform.processor(), processor_name(), str(os.cpu_count()))
     if device.type != "cuda":
         return (device.type, *processor, torch.backends.cpu.get_cpu_capability())
     return (device.type, *processor, str(torch.cuda.get_device_properties(device)))
-
-
-def processor_name() -> str:
-    """What the processor is called."""
-    return _model_line().partition(":")[2].strip() or platform.processor() or platform.machine()
-
-
-def _model_line() -> str:
-    """What Linux calls the processor; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith("model name")), "")
