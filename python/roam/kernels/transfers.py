@@ -112,8 +112,9 @@ def _waiting_share() -> float:
 
 
 def taken_share(device: torch.device) -> float:
-    """The share of a copy's time by which a thread that copies delays the step, and the step the
-    copy: where the step's threads use all processors, these are shared with one more.
+    """The share of its time by which a copy and the step beside it delay each other, by a model:
+    one processor's share where the step's threads use all processors, and nothing where one is
+    left for the thread that copies.
     """
     if device.type != "cpu":
         return 0.0

@@ -339,8 +339,8 @@ class Lowering:
         copy_ns = [one if index in moves else 0 for index, one in enumerate(call_ns)]
         found = with_overlap(self.program, overlapped(self.program, call_ns, copy_ns, room))
         result = self._with_more(found.program, found.calls, placed)
-        # Both delay each other alike, so what is over when stays as it is without. While the step
-        # waits, a copy delays nothing.
+        # A copy and the calls beside it are slowed down alike, so that they end in the same order
+        # as if they were not. A copy for which the step waits slows nothing down.
         delays_ns = {index: copy_ns[found.calls[index]] * taken for index in result.moves}
         delays_ns |= {index: ns * (1 - taken) for index, ns in found.stalls_ns.items()}
         result._times |= {index: max(round(ns), 1) for index, ns in delays_ns.items()}
