@@ -100,7 +100,7 @@ OTHERWISE: dict[str, tuple[str, Loss]] = {
         lambda w, x: torch.export.export(Scaled(w), (x,), strict=True).module()(w * x).sum(),
     ),
     "scan": (
-        "unknown_tensor",
+        "refused_operator",
         lambda w, x: scan(lambda sums, z: (sums + z, sums * z), x.sum(), w * x)[1].sum(),
     ),
     "jit.script": ("script_function", lambda w, x: torch.jit.script(wave)(w * x).sum()),

@@ -188,7 +188,7 @@ SHOWN: Final[dict[str, Show]] = {
     "pretty": lambda my, loss, x: pprint.pprint({"c": list(range(50))}),
     "traceback": lambda my, loss, x: traceback.print_stack(limit=1),
     "vmap": lambda my, loss, x: torch.vmap(lambda row: print(row.shape) or row)(x),
-    "record": lambda my, loss, x: LOGGER.handle(logging.makeLogRecord({"msg": "x"})),
+    "record": lambda my, loss, x: LOGGER.handle(logging.makeLogRecord({"msg": "x", "levelno": logging.WARNING})),
     **{
         show.__name__: show
         for show in (

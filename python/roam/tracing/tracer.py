@@ -48,6 +48,7 @@ from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import Frames, is_user_code, shown_path
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.function_stand_ins import not_tracing, stand_ins_placed, tracing
+from roam.tracing.stand_ins.inner_tracers import refusal_of_tracer
 from roam.tracing.stand_ins.reporters import reports_refused
 
 
@@ -247,7 +248,13 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
-    except (CaptureError, ExecutionError):  # the latter if another rank has left
+    except CaptureError as error:
+        if error.code == "unknown_tensor" and (
+            refusal := refusal_of_tracer(error, user_line(error))
+        ):
+            raise refusal from error
+        raise
+    except ExecutionError:  # if another rank has left
         raise
     except DataDependentOutputException as error:
         raise CaptureError(
@@ -265,6 +272,8 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
+        if (refusal := refusal_of_tracer(error, line)) is not None:
+            raise refusal from error
         settles = _is_raised_by_user(error)
         if not settles and (given := _GIVEN_AS_NUMBER.search(_text(error))) is not None:
             raise CaptureError(

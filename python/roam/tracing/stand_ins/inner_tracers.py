@@ -10,15 +10,23 @@ go through a few entries, which are refused here. (A graph that is made without 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from roam.errors import CaptureError
 from roam.torch_compat.patches import Replacement
 from roam.torch_compat.private import TRACER_ENTRIES
-from roam.tracing.recording.recorder import Recorder
+from roam.tracing.recording.recorder import NOT_RECORDED, Recorder
 from roam.tracing.source_location import is_torch_file, is_user_code
 
 _TAKE_FUNCTIONS: Final = "torch._higher_order_ops."
+_TRACERS: Final = (
+    *("torch._functorch.aot_autograd.", "torch._functorch._aot_autograd.", "torch.export."),
+    *("torch._export.", "torch.onnx.", "torch.jit._trace.", "torch._dynamo.eval_frame.inner"),
+)
+"""Functions that make graphs of the operators they see."""
+_CALL_TRACERS: Final = ("torch._functorch.", "torch._inductor.")
 _AROUND: Final = ("torch._dynamo.", "torch._compile")
 """Modules that wrap functions of others."""
 
@@ -37,6 +45,27 @@ def tracer_stand_ins(recorder: Recorder) -> Iterator[Replacement]:
 
     for holder, name in TRACER_ENTRIES:
         yield holder, name, refusing(getattr(holder, name))
+
+
+def refusal_of_tracer(error: Exception, line: str) -> CaptureError | None:
+    """The refusal of a tracer, or of an operator that takes functions, that has failed on the
+    tensors of capture before it came to one of the entries; None if an error has another cause.
+    """
+    names = [
+        f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if is_torch_file(frame.f_code.co_filename)
+    ]
+    if any(name.startswith(_TRACERS) for name in names):
+        name = next(name for name in names if name.startswith((*_TRACERS, *_CALL_TRACERS)))
+        return CaptureError(f"{line}: {_reason(name)}", code="inner_tracer", source=line)
+    taking = [name for name in names if name.startswith(_TAKE_FUNCTIONS)]
+    if taking and getattr(error, "code", "") == "unknown_tensor":
+        return CaptureError(
+            f"{taking[0]} at {line}: {NOT_RECORDED}", code="refused_operator",
+            operator=taking[0], source=line,
+        )  # fmt: skip
+    return None
 
 
 def _reason(name: str) -> str:
