@@ -20,8 +20,9 @@ import ctypes
 import mmap
 import os
 import tempfile
+import threading
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -40,8 +41,9 @@ _MAP_FIXED = 0x10
 _SAME_ADDRESS = 91
 """`CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`: whether a device sees memory of
 the host that is pinned later at the host's address."""
-_chunks: weakref.WeakValueDictionary[int, Chunk] = weakref.WeakValueDictionary()
-"""All chunks of the process, by their addresses."""
+_chunks: tuple[tuple[int, weakref.ref[Chunk]], ...] = ()
+"""The chunks of the process by their addresses, and some that are gone."""
+_one_at_a_time = threading.Lock()
 
 
 def is_available() -> bool:
@@ -101,7 +103,9 @@ class Chunk(mmap.mmap):
         """Makes it known, once it is mapped."""
         self.process, self.is_private = os.getpid(), False
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        _chunks[self.address] = self
+        global _chunks  # who looks at them has all of before or after, without a lock
+        with _one_at_a_time:
+            _chunks = tuple(sorted((*_entries(), (self.address, weakref.ref(self)))))
 
 
 class _File(Chunk):
@@ -275,13 +279,17 @@ def place_of(offload: Path | Literal["host"], device: torch.device) -> Place:
 
 def place_in(tensor: torch.Tensor) -> tuple[Chunk, int] | None:
     """The chunk that a tensor lies in, and at which byte; None if it lies elsewhere."""
-    address = tensor.data_ptr()
-    starts = sorted(_chunks)
-    at = bisect_right(starts, address) - 1
-    chunk = _chunks.get(starts[at]) if at >= 0 else None
+    address, chunks = tensor.data_ptr(), _chunks
+    at = bisect_left(chunks, (address + 1,)) - 1
+    chunk = chunks[at][1]() if at >= 0 else None
     if chunk is None or address >= chunk.address + len(chunk):
         return None
     return chunk, address - chunk.address
+
+
+def _entries() -> list[tuple[int, weakref.ref[Chunk]]]:
+    """Those of `_chunks` that are there."""
+    return [one for one in _chunks if one[1]() is not None]
 
 
 def _pin(chunk: Chunk, device: torch.device) -> None:
@@ -326,9 +334,9 @@ def _part() -> None:
     """In a forked process: makes its maps private. If the system gives it no such maps, it may only
     read them, and a write ends it.
     """
-    for chunk in list(_chunks.values()):
+    for chunk in [reference() for _, reference in _chunks]:
         # That process's own parent may have been forked, and may have changed it.
-        if chunk.is_private or not isinstance(chunk, _File):
+        if not isinstance(chunk, _File) or chunk.is_private:
             continue
         chunk.is_private = True
         system = ctypes.CDLL(None)
