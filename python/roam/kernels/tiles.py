@@ -206,7 +206,12 @@ def _asked(found: Tiled, keys: Sequence[object], passed: Collection[object]) -> 
     """The first call of each kind about which nothing is known and that has not `passed`, and those
     that make what it reads and the original program has not.
     """
-    makers = {member.slot: place for place, tile in enumerate(found.tiles) for member in tile.made}
+    makers = {
+        slot: place
+        for place, tile in enumerate(found.tiles)
+        for member in tile.made
+        for slot in found.made_of(member.slot)
+    }
     firsts: dict[object, int] = {}
     for place, key in enumerate(keys):
         firsts.setdefault(key, place)
@@ -374,7 +379,8 @@ class _Trial:
                 if member.slot not in self.makers
             ]
         new = (member.slot for member in tile.made if member.slot not in self.makers)
-        self.values.update(zip(new, self._made[key], strict=True))
+        for slot, value in zip(new, self._made[key], strict=True):
+            self._noted(slot, value)
         return None
 
     def _compared(self, tile: Tile, inputs: Sequence[Any], outs: list[Tensor]) -> int | None:
@@ -413,18 +419,27 @@ class _Trial:
         """The number of the first result that is not the whole's; None if all are."""
         whole = self.whole
         for member, made, value in zip(tile.made, tile.body.results, outs, strict=True):
-            slots: tuple[int | None, ...] = (member.slot,)
-            loss = self.found.losses.get(member.slot)
-            found = [value]
-            if loss is not None:
-                self.values[member.slot] = value
-                slots, found = loss.outputs, self._run(loss)
+            slots, found = self._noted(member.slot, value)
             if any(
                 slot in whole and differ([own], [whole[slot]])
                 for slot, own in zip(slots, found, strict=True)
             ):
                 return made.number
         return None
+
+    def _noted(self, slot: int, value: Tensor) -> tuple[Sequence[int | None], list[Tensor]]:
+        """(slots, tensors) that calls make of what tiles have made. Of these and of what is made on
+        the way, this round's values are those of which the original program has none.
+        """
+        slots: Sequence[int | None] = (slot,)
+        found = [value]
+        for call in (*self.found.later.get(slot, ()), None):
+            made = zip(slots, found, strict=True)
+            new = {one: tensor for one, tensor in made if one not in self.makers}
+            self.values.update(new)  # type: ignore[arg-type]
+            if call is not None:
+                slots, found = call.outputs, self._run(call)
+        return slots, found
 
     @property
     def held_bytes(self) -> int:

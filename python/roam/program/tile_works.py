@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -100,6 +103,58 @@ def _pieces(tensor: Tensor) -> list[slice]:
 def less_share(grad: Tensor, output: Tensor, total: Tensor) -> Tensor:
     """Some columns of the gradient of a softmax."""
     return (grad - total) * output
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The way from the elements of an axis to those of another one, where a dimension of one is a
+    slice of a dimension of the other.
+
+    Attributes:
+        behind: elements of the axis' dimensions behind that one.
+        whole, part: the size of the dimension, and of its slice.
+        first, stride: the slice's first element, and how far the next one is.
+        to_part: whether the other axis has the slice.
+    """
+
+    behind: int
+    whole: int
+    part: int
+    first: int
+    stride: int
+    to_part: bool
+
+
+def places_at(start: int, length: int, steps: Sequence[Step], device: torch.device) -> Tensor:
+    """Where the elements of a tile lie along the axis to which steps lead; for one that is not
+    there, anywhere.
+    """
+    places = torch.arange(start, start + length, device=device)
+    for step in steps:
+        outer, place, rest = _split(places, step)
+        size = step.whole
+        if step.to_part:
+            size = step.part
+            place = ((place - step.first) // step.stride).clamp(0, size - 1)
+        else:
+            place = step.first + place * step.stride
+        places = (outer * size + place) * step.behind + rest
+    return places
+
+
+def is_outside(start: int, length: int, steps: Sequence[Step], device: torch.device) -> Tensor:
+    """Which elements of a tile are not there after the last step, which leads to a slice."""
+    last = steps[-1]
+    _, place, _ = _split(places_at(start, length, steps[:-1], device), last)
+    place = place - last.first
+    return (place < 0) | (place >= last.part * last.stride) | (place % last.stride != 0)
+
+
+def _split(places: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of the dimensions before, of that which is sliced, and of those behind."""
+    size = step.whole if step.to_part else step.part
+    outer = places // step.behind
+    return outer // size, outer % size, places % step.behind
 
 
 ELSEWHERE = -100

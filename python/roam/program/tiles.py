@@ -428,6 +428,7 @@ _library.define(
     "nll_loss_of_picked(Tensor picked, Tensor target, int classes, int reduction, int ignore_index,"
     " Tensor? weight=None) -> (Tensor, Tensor)"
 )
+_library.define("part_of_axis(Tensor whole, int[] shape, int[] slice) -> Tensor")
 
 
 def _run(tensors: Sequence[Tensor], body: str, numbers: Sequence[float]) -> list[Tensor]:
@@ -483,9 +484,25 @@ def _nll_loss_of_picked(
     return loss / count if reduction == mean else loss, count
 
 
+def _part_of_axis(whole: Tensor, shape: Sequence[int], slice_: Sequence[int]) -> Tensor:
+    """What is left of an axis of which a dimension is sliced, in a shape: `dim` of the axis, and
+    the attributes of a `Step`.
+    """
+    dim, behind, size, count, first, stride = slice_
+    parts = whole.unflatten(dim, (-1, size, behind))
+    parts = parts[(slice(None),) * (dim + 1) + (slice(first, None, stride),)].narrow(
+        dim + 1, 0, count
+    )
+    made = whole.new_empty(shape)
+    made.view(parts.shape).copy_(parts)
+    return made
+
+
+_library.impl("part_of_axis", _part_of_axis, "CompositeExplicitAutograd")
 _library.impl("tiles", _run, "CompositeExplicitAutograd")
 _library.impl("nll_loss_of_picked", _nll_loss_of_picked, "CompositeExplicitAutograd")
 TILES = torch.ops.roam.tiles.default
+SLICED = torch.ops.roam.part_of_axis.default
 PICKED = torch.ops.roam.nll_loss_of_picked.default
 """`nll_loss_forward` of what it picks from each row, as one column."""
 

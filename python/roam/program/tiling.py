@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,13 +26,16 @@ from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
+    Step,
     add_product,
     add_rows,
     embedding_from,
+    is_outside,
     labels_from,
     less_exponential,
     less_share,
     pick,
+    places_at,
     read_rows,
     row_total,
     safe_softmax,
@@ -42,6 +45,7 @@ from roam.program.tiles import (
     ALIGNED,
     OVER,
     PICKED,
+    SLICED,
     TILES,
     Body,
     Cut,
@@ -63,6 +67,9 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
+_MOST_WIDER = 2
+"""Tiles are made along the axis of which theirs is a slice if that is at most so many times as
+long."""
 _INDEX_COST = 64
 """How long adding a row at an index takes, likewise."""
 
@@ -149,12 +156,16 @@ class Tiled:
     tiles: tuple[Tile, ...]
     gone: frozenset[int]
     cost: float
-    losses: dict[int, Call]
-    """By the slot of what a loss picks, the call that sums it. Slots are those of `source`, and new
-    ones."""
+    later: dict[int, list[Call]]
+    """By the slot of what stands for something else, as what a loss picks, the calls that make that
+    of it. Slots are those of `source`, and new ones."""
     slots: list[TensorMeta | None]
     extents: dict[int, tuple[int, int]]
     """For slots that hold indices or labels: [first, end) of what is in them."""
+
+    def made_of(self, slot: int) -> list[int | None]:
+        """A slot, and those of what later calls make of it."""
+        return [slot, *(one for call in self.later.get(slot, ()) for one in call.outputs)]
 
 
 def candidates(program: Program) -> dict[int, int]:
@@ -498,10 +509,10 @@ class _Tiling:
         self.totals: dict[int, int] = {}
         """For the gradient of a log-softmax that is cut along its own dimension, the slot of the
         sums of rows."""
-        self.losses: dict[int, Call] = {}
+        self.later: dict[int, list[Call]] = {}
         self.extents: dict[int, tuple[int, int]] = {}
         self._flops: dict[int, int] = {}
-        self._agains: dict[int, set[tuple[int, Cut]]] = {}
+        self._agains: dict[int, set[tuple[int, Cut, tuple[Step, ...]]]] = {}
         self.written: dict[int, list[int]] = {}
         for index, call in enumerate(program.calls):
             for slot in call.mutates:
@@ -570,7 +581,7 @@ class _Tiling:
             self._fill(index, call, blame)
             return
         for slot in made:
-            self.members.append(self._cheapest(index, slot))
+            self.members.append(self._widened(self._cheapest(index, slot)))
 
     def _fill(self, index: int, call: Call, blame: Uncut) -> None:
         """Lets a call make a tensor of one value without another one's shape."""
@@ -708,11 +719,12 @@ class _Tiling:
     def _state(self) -> Any:
         return (
             len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
-            dict(self.extents),
+            dict(self.extents), dict(self.later), {index: list(calls) for index, calls in self.added.items()},
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
-        slots, storages, members, self.statistics, self.totals, self.extents = kept
+        slots, storages, members, self.statistics, self.totals, self.extents = kept[:6]
+        self.later, self.added = kept[6:]
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -755,7 +767,8 @@ class _Tiling:
         if builder.lengths([(picked, (0, 0))]) is None:
             raise blame
         self.extents[target.slot] = (0, classes)
-        self.members.append(Member(index, picked, (0, 0), rows, make))
+        member = self._widened(Member(index, picked, (0, 0), rows, make))
+        self.members.append(member)
         loss = replace(
             call,
             target=PICKED,
@@ -763,7 +776,45 @@ class _Tiling:
             kwargs={},
         )
         self.added.setdefault(index, []).append(loss)
-        self.losses[picked] = loss
+        self.later.setdefault(member.slot, []).append(loss)
+
+    def _widened(self, member: Member) -> Member:
+        """The same along the axis of which the member's own is a slice, if tiles need what lies
+        along that: other members can share it, and tiles are of one length.
+        """
+        builder = Builder(self, member.size, member.position)
+        member.made(builder)
+        meta = self.slots[member.slot]
+        assert meta is not None
+        if member.cut is None or len(builder.wider) != 1 or meta.stride != contiguous(meta.shape):
+            return member
+        ((step, size),) = builder.wider
+        if size > _MOST_WIDER * member.size:
+            return member
+
+        def make(builder: Builder) -> int:
+            with builder.through(replace(step, to_part=True), member.size):
+                return member.made(builder)
+
+        try:
+            make(Builder(self, size, member.position))
+        except Uncut:
+            return member
+        first, last = member.cut
+        shape = (*meta.shape[:first], size, *meta.shape[last + 1 :])
+        wide = self.new(meta, shape, "before a slice")
+        sliced = [first, step.behind, step.whole, step.part, step.first, step.stride]
+        call = replace(
+            self.program.calls[member.position],
+            target=SLICED,
+            args=(ref_to(wide), list(meta.shape), sliced),
+            kwargs={},
+            outputs=(member.slot,),
+            returns_sequence=False,
+        )
+        self.added.setdefault(member.position, []).append(call)
+        self.later[wide] = [call]
+        return replace(member, slot=wide, cut=(first, first), size=size, made=make)
 
     def statistics_of(self, index: int) -> tuple[int, int]:
         """Slots of two numbers for each row of a softmax: its maximum; and what an element's
@@ -788,7 +839,7 @@ class _Tiling:
             shape = (*meta.shape[:-1], 1)
             made = self.new(meta, shape, "maxima"), self.new(meta, shape, "sums")
             for one, make in zip(made, (maxima, rests), strict=True):
-                self.members.append(self._cheapest(index, one, make))
+                self.members.append(self._widened(self._cheapest(index, one, make)))
             self.statistics[index] = made
         return self.statistics[index]
 
@@ -812,7 +863,7 @@ class _Tiling:
                 return builder.emit(row_total, tuple(parts))
 
             total = self.new(meta, (*meta.shape[:-1], 1), "totals")
-            self.members.append(self._cheapest(index, total, make))
+            self.members.append(self._widened(self._cheapest(index, total, make)))
             self.totals[index] = total
         return self.totals[index]
 
@@ -922,7 +973,7 @@ class _Tiling:
             tuple(tiles),
             frozenset(self.gone),
             sum(builder.cost for _, builder, _ in groups),
-            self.losses,
+            self.later,
             self.slots,
             self.extents,
         )
@@ -947,7 +998,7 @@ class _Tiling:
         given = (*trial.given(), *trial.given_numbers())
         return all(self._made_at(slot) < position for slot in given)
 
-    def _again(self, member: Member) -> set[tuple[int, Cut]]:
+    def _again(self, member: Member) -> set[tuple[int, Cut, tuple[Step, ...]]]:
         """Parts that a member makes of what never exists whole."""
         if id(member) not in self._agains:
             alone = Builder(self, member.size, member.position)
@@ -959,7 +1010,12 @@ class _Tiling:
     def _made_at(self, slot: int) -> int:
         """The call before which a tensor does not exist."""
         if slot >= len(self.program.slots):
-            return next(one.position for one in self.members if one.slot == slot)
+            return next(
+                one.position
+                for one in self.members
+                if one.slot == slot
+                or any(slot in call.outputs for call in self.later.get(one.slot, ()))
+            )
         return self.makers.get(slot, -1)
 
     def _holds(self, builder: Builder, position: int, members: Sequence[Member]) -> bool:
@@ -990,16 +1046,22 @@ class Builder:
         """For each storage that is read, the first call of the original program that stands for a
         reader of it."""
         self.remade: set[int] = set()
-        self.again: set[tuple[int, Cut]] = set()
+        self.again: set[tuple[int, Cut, tuple[Step, ...]]] = set()
         """Parts of what never exists whole."""
         self.made_parts: dict[tuple[int, Cut], int] = {}
         self._inputs: dict[tuple[int, Cut | None], int] = {}
         self._numbers: dict[int, int] = {}
         self._changed: dict[int, int] = {}
         """For each value that is a changed part of an input, the input's number."""
-        self._known: dict[tuple[int, Cut], int] = {}
+        self._known: dict[tuple[int, Cut, tuple[Step, ...]], int] = {}
+        self._steps: tuple[Step, ...] = ()
+        """The way from the tile's axis to that whose parts are made now."""
+        self._axis = size
+        """The size of that."""
+        self.wider: set[tuple[Step, int]] = set()
+        """The steps from the tile's axis to that of which it is a slice, and the size of that."""
         self._works: list[Work] = []
-        self._several: dict[tuple[int, Cut], tuple[int, ...]] = {}
+        self._several: dict[tuple[int, Cut, tuple[Step, ...]], tuple[int, ...]] = {}
         self._metas: list[tuple[tuple[int, ...], int]] = []
         self._makers: dict[int, Work] = {}
         self._roots: dict[int, int] = {}
@@ -1019,26 +1081,68 @@ class Builder:
     def part(self, slot: int, cut: Cut) -> int:
         """The number of a tile's part of a tensor."""
         meta = self.meta(slot)
-        if _size(meta, cut) != self.size:
+        if _size(meta, cut) != self._axis:
             raise Uncut(meta.storage)
-        if (slot, cut) in self._known:
-            return self._known[slot, cut]
-        if self._is_late(slot):
+        key = slot, cut, self._steps
+        if key in self._known:
+            return self._known[key]
+        if self._is_late(slot) or self.tiling.is_gone(slot):
             number = self.made(slot, cut)
-        elif not self.tiling.is_gone(slot):
+        else:
             try:
                 joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
             except ValueError:
                 raise Uncut from None
-            number = self._input(slot, cut)
-        else:
-            number = self.made(slot, cut)
-        self._known[slot, cut] = number
+            number = self._places(slot, cut) if self._steps else self._input(slot, cut)
+        self._known[key] = number
         return number
+
+    def _places(self, slot: int, cut: Cut) -> int:
+        """The number of what a tile reads of a tensor that exists whole, along another axis."""
+        meta = self.meta(slot)
+        shape = [*meta.shape[: cut[0]], self._axis, *meta.shape[cut[1] + 1 :]]
+        whole = self.emit(aten.reshape.default, (Ref(self.whole(slot)), shape))
+        places = self._emit_rows(places_at, meta.device)
+        self.cost += math.prod(meta.shape)
+        return self.emit(aten.index_select.default, (Ref(whole), cut[0], places))
+
+    def _emit_rows(self, target: Callable[..., torch.Tensor], device: torch.device) -> Ref:
+        """What tells something of a tile's elements along another axis, with `Builder._steps`."""
+        steps, self._steps = self._steps, ()
+        try:
+            return Ref(self.emit(target, (Start(), Length(), steps, device)))
+        finally:
+            self._steps = steps
+
+    @contextmanager
+    def through(self, step: Step, size: int) -> Iterator[None]:
+        """Parts are those along an axis of a size to which a step leads."""
+        before = self._steps, self._axis
+        if not self._steps and not step.to_part:
+            self.wider.add((step, size))
+        is_back = bool(self._steps) and self._steps[-1] == replace(step, to_part=not step.to_part)
+        self._steps = self._steps[:-1] if is_back else (*self._steps, step)
+        self._axis = size
+        try:
+            yield
+        finally:
+            self._steps, self._axis = before
+
+    def inside(self, number: int, step: Step, out: TensorMeta, cut: Cut) -> int:
+        """A part, with zeros where a step to a slice leads to no element."""
+        steps = self._steps
+        self._steps = (*steps, step)
+        try:
+            outside = self._emit_rows(is_outside, out.device)
+        finally:
+            self._steps = steps
+        wide = [Length(), *(1 for _ in out.shape[cut[1] + 1 :])]
+        mask = self.emit(aten.reshape.default, (outside, wide))
+        return self.emit(aten.masked_fill.Scalar, (Ref(number), Ref(mask), 0))
 
     def made(self, slot: int, cut: Cut) -> int:
         """As `part`, by the call that makes the tensor, whether it exists whole or not."""
-        if (slot, cut) in self.made_parts:
+        if not self._steps and (slot, cut) in self.made_parts:
             return self.made_parts[slot, cut]
         index = self.tiling.makers.get(slot)
         meta = self.meta(slot)
@@ -1058,11 +1162,12 @@ class Builder:
             self._reader = before
         if self.tiling.is_gone(slot):
             self.remade.add(meta.storage)
-            self.again.add((slot, cut))
+            self.again.add((slot, cut, self._steps))
             self.widest_bytes = max(
                 self.widest_bytes, math.prod(meta.shape) * meta.dtype.itemsize / self.size
             )
-        self.made_parts[slot, cut] = number
+        if not self._steps:
+            self.made_parts[slot, cut] = number
         count, flops = math.prod(meta.shape), self.tiling.flops(index)
         self.flops += flops
         self.cost += count + flops * _FLOP_COST
@@ -1183,6 +1288,8 @@ class Builder:
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, count: int
     ) -> tuple[int, ...]:
         """Adds a work with several results."""
+        if self._steps and any(isinstance(one, Start) for one in args):
+            raise Uncut  # the tile's elements are not one interval there
         made = tuple(range(self._count, self._count + count))
         self._count += count
         self._works.append(Work(target, args, kwargs or {}, made, count > 1))
@@ -1195,7 +1302,8 @@ class Builder:
 
     def emit_all(self, call: Call, cut: Cut, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The numbers of parts of all results of a call, which it makes once."""
-        key = self.tiling.makers[next(slot for slot in call.outputs if slot is not None)], cut
+        first = next(slot for slot in call.outputs if slot is not None)
+        key = self.tiling.makers[first], cut, self._steps
         if key not in self._several:
             count = len(call.outputs)
             self._several[key] = self.emit_several(call.target, args, call.kwargs, count)
@@ -1577,12 +1685,29 @@ def _sliced(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     out = builder.meta(call.outputs[place])  # type: ignore[arg-type]
     dim = (call.args[1] if len(call.args) > 1 else 0) % len(out.shape)
     given = builder.meta(call.args[0].slot)
-    if given.shape != out.shape:
-        _off(dim, cut)
-    number = builder.part(call.args[0].slot, cut)
     if given.shape == out.shape:
-        return number
+        return builder.part(call.args[0].slot, cut)
+    if cut[0] <= dim <= cut[1]:
+        step = _step(given, out, dim, cut, *call.args[2:])
+        with builder.through(step, _size(given, cut)):
+            return builder.part(call.args[0].slot, cut)
+    number = builder.part(call.args[0].slot, cut)
     return builder.emit(call.target, (Ref(number), _dim(dim, cut), *call.args[2:]), call.kwargs)
+
+
+def _step(
+    whole: TensorMeta,
+    part: TensorMeta,
+    dim: int,
+    cut: Cut,
+    start: int | None = None,
+    end: int | None = None,
+    stride: int = 1,
+) -> Step:
+    """The way to a tensor from a slice of it, along an axis that has the dimension."""
+    first = slice(start, end, stride).indices(whole.shape[dim])[0]
+    behind = math.prod(part.shape[dim + 1 : cut[1] + 1])
+    return Step(behind, whole.shape[dim], part.shape[dim], first, stride, to_part=False)
 
 
 @_rule(aten.select.int)
@@ -1621,7 +1746,11 @@ def _slice_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     given = builder.meta(call.args[0].slot)
     if given.shape == out.shape:
         return builder.part(call.args[0].slot, cut)
-    _off(dim, cut)
+    if cut[0] <= dim <= cut[1]:
+        step = replace(_step(out, given, dim, cut, *call.args[3:]), to_part=True)
+        with builder.through(step, _size(given, cut)):
+            number = builder.part(call.args[0].slot, cut)
+        return builder.inside(number, step, out, cut)
     number = builder.part(call.args[0].slot, cut)
     return builder.emit(
         call.target, (Ref(number), _shape(out, cut), _dim(dim, cut), *call.args[3:])
