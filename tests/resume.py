@@ -27,6 +27,8 @@ def main(part: int, folder: Path) -> None:
     losses = []
     for _ in range(10):
         losses += tensors_and_numbers(step(*training.objects, *training.batch(generator)))
+        for schedule in training.objects[2:]:
+            schedule.step()
     torch.save(losses, folder / f"losses-{part}.pt")
     if part:
         torch.save(state_of(training), folder / "end.pt")

@@ -1089,16 +1089,18 @@ class Builder:
         if self._is_late(slot) or self.tiling.is_gone(slot):
             number = self.made(slot, cut)
         else:
-            try:
-                joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
-            except ValueError:
-                raise Uncut from None
-            number = self._places(slot, cut) if self._steps else self._input(slot, cut)
+            is_one = _is_joined(meta, cut)
+            if not is_one and math.prod(meta.shape) * meta.dtype.itemsize > self.tiling.part_bytes:
+                raise Uncut
+            is_apart = bool(self._steps) or not is_one
+            number = self._places(slot, cut) if is_apart else self._input(slot, cut)
         self._known[key] = number
         return number
 
     def _places(self, slot: int, cut: Cut) -> int:
-        """The number of what a tile reads of a tensor that exists whole, along another axis."""
+        """The number of what a tile reads of a tensor that exists whole: along another axis, or
+        where the dimensions that are cut do not lie as one.
+        """
         meta = self.meta(slot)
         shape = [*meta.shape[: cut[0]], self._axis, *meta.shape[cut[1] + 1 :]]
         whole = self.emit(aten.reshape.default, (Ref(self.whole(slot)), shape))
@@ -1484,14 +1486,18 @@ def _cuts(meta: TensorMeta) -> list[Cut]:
     found = [(dim, dim) for dim in range(dims)] + [(0, dim) for dim in range(1, dims)]
     kept = []
     for cut in found:
-        if _size(meta, cut) < 2:
-            continue
-        try:
-            joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
-        except ValueError:
-            continue
-        kept.append(cut)
+        if _size(meta, cut) >= 2 and _is_joined(meta, cut):
+            kept.append(cut)
     return kept
+
+
+def _is_joined(meta: TensorMeta, cut: Cut) -> bool:
+    """Whether dimensions lie so that they are one."""
+    try:
+        joined(meta.shape[cut[0] : cut[1] + 1], meta.stride[cut[0] : cut[1] + 1])
+    except ValueError:
+        return False
+    return True
 
 
 VIEWS = frozenset(

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -242,7 +243,7 @@ class ArgumentSizes:
 
     def layouts_at(self, values: tuple[int, ...]) -> dict[int, Layout]:
         """How the arguments that follow from symbols lie at these values, by their places."""
-        found = map(Layout._make, self._layouts_at(values))
+        found = starmap(Layout, self._layouts_at(values))
         return dict(zip(self.layouts, found, strict=True))
 
     def raised(self, levels: Iterable[int]) -> Iterator[tuple[int, ...]]:
