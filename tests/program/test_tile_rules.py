@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +21,8 @@ from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.bits import differ
 from roam.program.ir import Program
-from roam.program.tiles import refs_of
+from roam.program.tile_works import Step, is_outside, places_at
+from roam.program.tiles import SLICED, refs_of
 from roam.program.tiling import Tile, Tiled, candidates, out_of_place, tiled
 from roam.runtime.strategy import _Chooser
 
@@ -467,3 +470,33 @@ def given_of(program: Program, x: Tensor) -> dict[int, Any]:
 
 def has_same_bits_of(found: Tiled, x: Tensor) -> bool:
     return not differ(*(ran(one, given_of(one, x)) for one in (found.source, found.program)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_elements_are_found_along_the_axis_of_a_slice(data: st.DataObject) -> None:
+    """As PyTorch slices a dimension of three, and as it makes the gradient of that."""
+    outer, whole, behind = (data.draw(st.integers(1, most)) for most in (3, 9, 3))
+    first = data.draw(st.integers(0, whole - 1))
+    stride = data.draw(st.integers(1, 3))
+    count = data.draw(st.integers(1, (whole - first - 1) // stride + 1))
+    end = first + (count - 1) * stride + 1
+    tensor = torch.arange(outer * whole * behind, dtype=torch.float32).add_(1)
+    shape = outer, whole, behind
+    part = tensor.view(shape)[:, first:end:stride]
+    step = Step(behind, whole, count, first, stride, to_part=False)
+    start = data.draw(st.integers(0, part.numel() - 1))
+    length = data.draw(st.integers(1, part.numel() - start))
+    device = tensor.device
+    places = places_at(start, length, (step,), device)
+    assert torch.equal(tensor[places], part.flatten()[start : start + length])
+    back = replace(step, to_part=True)
+    gradient = aten.slice_backward(part, shape, 1, first, end, stride).flatten()
+    places = places_at(0, len(tensor), (back,), device)
+    found = part.flatten()[places].masked_fill(is_outside(0, len(tensor), (back,), device), 0)
+    assert torch.equal(found, gradient)
+    there = places_at(0, part.numel(), (step, back), device)
+    assert torch.equal(there, torch.arange(part.numel()))
+    sliced = [1, behind, whole, count, first, stride]
+    made = SLICED(tensor.view(1, -1, 1), [1, part.numel(), 1], sliced)
+    assert torch.equal(made.flatten(), part.flatten())

@@ -134,12 +134,42 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return -((1 - scores.exp()) ** 2 * scores).mean()
 
 
+def of_texts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Four texts."""
+    return logits.unflatten(0, (4, -1)), labels.unflatten(0, (4, -1))
+
+
+def without_last(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, labels = of_texts(logits, labels)
+    return as_they_are(logits[..., :-1, :].reshape(-1, CLASSES), labels[:, 1:].flatten())
+
+
+def of_answers(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, labels = of_texts(logits, labels)
+    answers = logits[1:, 50:-1].contiguous().float().view(-1, CLASSES)
+    return functional.cross_entropy(answers, labels[1:, 51:].flatten())
+
+
+def every_third(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, labels = of_texts(logits, labels)
+    some = logits[:, 2:][:, ::3].reshape(-1, CLASSES)
+    return as_they_are(some, labels[:, 1:-1][:, ::3].flatten()) + logits.logsumexp(-1).mean()
+
+
+def of_shifted_preferences(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, labels = of_texts(logits, labels)
+    scores = logits[:, :-1].log_softmax(-1)
+    better, worse = scores.gather(2, labels[:, 1:, None].clamp(0)).squeeze(2).sum(1).view(2, -1)
+    return -functional.logsigmoid(0.01 * (better - worse)).mean()
+
+
+SLICED: list[Loss] = [without_last, of_answers, every_third, of_shifted_preferences]
 UPCAST: list[Loss] = [
     cross_entropy, softcapped, summed, of_each, with_accuracy, smoothed, distilled, with_entropy,
 ]  # fmt: skip
 LOSSES: list[Loss] = [
     *UPCAST,
-    as_they_are, weighted, weighted_each, with_z_loss, of_preferences, focal,
+    as_they_are, weighted, weighted_each, with_z_loss, of_preferences, focal, *SLICED,
 ]  # fmt: skip
 
 
