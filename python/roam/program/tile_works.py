@@ -23,7 +23,7 @@ def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, paddi
     """Adds what a block's indices have to the gradient of an embedding's weight. The very kernel
     adds one row after the other: first what there is already, which no sum from zero on changes.
     """
-    own, grad = indices.flatten(), grad.reshape(-1, grad.shape[-1])
+    own, grad = indices.flatten().to(torch.int64), grad.reshape(-1, grad.shape[-1])
     rows = total.shape[0]
     if not is_first:
         own = torch.cat([torch.arange(rows, dtype=own.dtype, device=own.device), own])
@@ -47,8 +47,9 @@ def read_rows(table: Tensor, indices: Tensor) -> Tensor:
     flat, own = made.view(-1, width), indices.reshape(-1)
     if width == 1:  # a quicker kernel
         table, flat = table.reshape(-1), flat.view(-1)
-    for piece in _pieces(own):
-        torch.index_select(table, 0, own[piece].clamp(0, rows - 1), out=flat[piece])
+    for piece in _pieces(own, torch.int64.itemsize):
+        within = own[piece].clamp(0, rows - 1).to(torch.int64)
+        torch.index_select(table, 0, within, out=flat[piece])
     return made
 
 
@@ -91,9 +92,10 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     return made
 
 
-def _pieces(tensor: Tensor) -> list[slice]:
+def _pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
     rows = tensor.shape[0]
-    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
+    whole_bytes = tensor.numel() * (element_bytes or tensor.itemsize)
+    each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), 1)
     return [slice(start, start + each) for start in range(0, rows, each)]
 
 

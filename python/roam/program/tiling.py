@@ -63,6 +63,8 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
+_BYTES = 256
+"""How many indices a byte can hold."""
 _INDEX_COST = 64
 """How long adding a row at an index takes, likewise."""
 
@@ -498,6 +500,8 @@ class _Tiling:
         self.totals: dict[int, int] = {}
         """For the gradient of a log-softmax that is cut along its own dimension, the slot of the
         sums of rows."""
+        self.small: dict[int, int] = {}
+        """For indices that never exist whole, the slot of the same as bytes."""
         self.losses: dict[int, Call] = {}
         self.extents: dict[int, tuple[int, int]] = {}
         self._flops: dict[int, int] = {}
@@ -708,11 +712,11 @@ class _Tiling:
     def _state(self) -> Any:
         return (
             len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
-            dict(self.extents),
+            dict(self.extents), dict(self.small),
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
-        slots, storages, members, self.statistics, self.totals, self.extents = kept
+        slots, storages, members, self.statistics, self.totals, self.extents, self.small = kept
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -815,6 +819,28 @@ class _Tiling:
             self.members.append(self._cheapest(index, total, make))
             self.totals[index] = total
         return self.totals[index]
+
+    def small_of(self, slot: int, rows: int) -> int:
+        """The slot of indices of so few rows as bytes: an eighth of the memory, and nothing that
+        makes them is run again for each tile that reads them.
+        """
+        if slot not in self.small:
+            meta = self.slots[slot]
+            assert meta is not None
+            reader = next(
+                index
+                for index, call in enumerate(self.program.calls)
+                if call.target is aten.embedding.default and call.args[1].slot == slot
+            )
+
+            def make(builder: Builder, cut: Cut) -> int:
+                within = _within(builder, builder.part(slot, cut), rows)
+                return builder.emit(aten._to_copy.default, (within,), {"dtype": torch.uint8})
+
+            found = self.new(meta, meta.shape, "bytes", torch.uint8)
+            self.members.append(self._cheapest(reader, found, make))
+            self.small[slot] = found
+        return self.small[slot]
 
     def _has_one(self, slot: int, dim: int) -> bool:
         """Whether no more than one element of each row of a tensor is not zero."""
@@ -1085,8 +1111,11 @@ class Builder:
                 )
                 cuts = [(0, last)] * 2
                 self.tiling.extents[call.args[1].slot] = (0, call.args[2])
+            slots = [ref.slot for ref in call.args[:2]]
+            if call.target not in SUMS:
+                slots[1] = _small(self, slots[1], call.args[2])
             parts = [
-                Ref(self.part(ref.slot, cut)) for ref, cut in zip(call.args[:2], cuts, strict=True)
+                Ref(self.part(slot, cut)) for slot, cut in zip(slots, cuts, strict=True)
             ]
         finally:
             self._reader = before
@@ -1941,12 +1970,20 @@ def _put_at(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (Ref(number), within, Ref(part), *call.args[3:]))
 
 
+def _small(builder: Builder, indices: int, rows: int) -> int:
+    """Indices, as bytes if they never exist whole otherwise."""
+    if rows > _BYTES or not builder.tiling.is_gone(indices):
+        return indices
+    return builder.tiling.small_of(indices, rows)
+
+
 @_rule(aten.embedding.default)
 def _embedded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     given, indices = (ref.slot for ref in call.args[:2])
     rows = builder.meta(given).shape[0]
     dims = len(builder.meta(indices).shape)
     builder.tiling.extents[indices] = (0, rows)
+    indices = _small(builder, indices, rows)
     if cut == (dims, dims):
         number, own = builder.part(given, (1, 1)), builder.whole(indices)
     elif cut[1] < dims:
