@@ -47,7 +47,7 @@ def read_rows(table: Tensor, indices: Tensor) -> Tensor:
     flat, own = made.view(-1, width), indices.reshape(-1)
     if width == 1:  # a quicker kernel
         table, flat = table.reshape(-1), flat.view(-1)
-    for piece in _pieces(own, torch.int64.itemsize):
+    for piece in pieces(own, torch.int64.itemsize):
         within = own[piece].clamp(0, rows - 1).to(torch.int64)
         torch.index_select(table, 0, within, out=flat[piece])
     return made
@@ -59,7 +59,7 @@ def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
     the row, which adds nothing to it, not even a sign of zero.
     """
     found = grad.new_empty((*grad.shape[:-1], 1))
-    for rows in _pieces(grad):
+    for rows in pieces(grad):
         wide = functional.pad(grad[rows], (0, 1), value=-0.0)
         if output is None:
             less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
@@ -83,7 +83,7 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
     """
     made = torch.empty_like(values) if out is None else out
-    for rows in _pieces(values):
+    for rows in pieces(values):
         wide = functional.pad(values[rows], (0, 1))
         one = torch.full_like(wide, -0.0)
         one[..., -1] = 1
@@ -92,7 +92,8 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     return made
 
 
-def _pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
+def pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
+    """Rows of a tensor in pieces of about `_PIECE_BYTES`."""
     rows = tensor.shape[0]
     whole_bytes = tensor.numel() * (element_bytes or tensor.itemsize)
     each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), 1)

@@ -177,6 +177,43 @@ def candidates(program: Program) -> dict[int, int]:
     return found
 
 
+def with_sources(program: Program, gone: Collection[int], known: Collection[int]) -> set[int]:
+    """What is to be gone, and smaller tensors of which nothing is made but that, element by element:
+    what reads them can make them as soon as it could read them.
+
+    Args:
+        known: the `candidates`.
+    """
+    found = set(gone)
+    readers: dict[int, list[Call]] = {}
+    for call in program.calls:
+        for slot in call.refs():
+            readers.setdefault(program.storage_of(slot), []).append(call)
+    for call in reversed(program.calls):
+        made = [slot for slot in call.outputs if slot is not None]
+        if len(made) != 1 or not _is_by_elements(call):
+            continue
+        storage = program.storage_of(made[0])
+        if storage not in found and storage in known and readers.get(storage):
+            if all(_makes(program, reader, found, made[0]) for reader in readers[storage]):
+                found.add(storage)
+    return found
+
+
+def _makes(program: Program, call: Call, gone: Collection[int], slot: int) -> bool:
+    """Whether a call makes something of `gone` alone, of each element of a tensor one."""
+    meta = program.slots[slot]
+    made = [program.slots[one] for one in call.outputs if one is not None]
+    return (
+        bool(made)
+        and _is_by_elements(call)
+        and all(
+            meta is not None and out is not None and out.storage in gone and out.shape == meta.shape
+            for out in made
+        )
+    )
+
+
 def out_of_place(program: Program) -> Program:
     """The same with what is made in the step changed out of place, as far as nothing but what comes
     later sees the change: a tensor that is changed cannot be made again.
@@ -1125,7 +1162,8 @@ class Builder:
             (*parts, *(() if is_product else call.args[3:4])),
         )
         self._works[-1] = replace(self._works[-1], adds_to=slot)
-        self._closing([number])
+        if is_product:
+            self._closing([number])
         flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
@@ -1289,10 +1327,11 @@ class Builder:
             for number in work.makes:
                 assert number is not None
                 order[number] = len(order)
-        totals = {
-            number for number, member in zip(numbers, members, strict=True) if member.cut is None
-        }
-        closed, held = self._closing(list(totals))
+        closed, held = self._closing([
+            number
+            for number, member in zip(numbers, members, strict=True)
+            if member.cut is None and self.tiling.is_product(member.slot)
+        ])
         places = {member.slot: place for place, member in enumerate(members)}
 
         def numbered(work: Work) -> Work:
@@ -1306,7 +1345,7 @@ class Builder:
 
         closing = [numbered(work) for work in self._works if not closed.isdisjoint(work.makes)]
         # Works that nobody uses are left out.
-        used = {number for number in numbers if number not in totals} | held.keys()
+        used = {number for number in numbers if number not in closed} | held.keys()
         kept = set(map(self._root, used))  # whose memory is read later
         works: list[Work] = []
         for work in reversed(self._works):
@@ -1726,6 +1765,8 @@ def _single(builder: Builder, value: Ref, like: TensorMeta) -> Ref:
     """A value in the precision in which kernels compute."""
     if like.dtype not in _HALF:
         return value
+    wide_bytes = math.prod(like.shape) * torch.float32.itemsize / builder.size
+    builder.widest_bytes = max(builder.widest_bytes, wide_bytes)
     return Ref(builder.emit(aten._to_copy.default, (value,), {"dtype": torch.float32}))
 
 
