@@ -1227,11 +1227,14 @@ class Builder:
         return self._numbers[slot]
 
     def _is_late(self, slot: int) -> bool:
-        """Whether a tensor is a view that the original program makes later than the tiles run, so
-        that they make it themselves.
+        """Whether a tensor is a view, or one number, that the original program makes later than the
+        tiles run, so that they make it themselves.
         """
         index = self.tiling.makers.get(slot, -1)
-        return index >= self.position and self.tiling.program.calls[index].target in VIEWS
+        if index < self.position:
+            return False
+        call = self.tiling.program.calls[index]
+        return call.target in VIEWS or (call.target is _NUMBER and not call.refs())
 
     def _input(self, slot: int, cut: Cut | None) -> int:
         storage = self.meta(slot).storage
@@ -1469,6 +1472,8 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
+
+_NUMBER = aten.scalar_tensor.default
 
 READERS = frozenset((aten.gather.default, aten.index.Tensor, aten.embedding.default))
 """What reads elements at indices, and refuses some."""
