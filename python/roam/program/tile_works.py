@@ -31,6 +31,10 @@ def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, paddi
     total.copy_(aten.embedding_dense_backward(grad, own, rows, padding, False))
 
 
+MOST_ROWS = 255
+"""Indices of more rows, and what is none, do not go into a byte."""
+
+
 def pick(scores: Tensor, label: Tensor) -> Tensor:
     """The score of each row's label, as a column; of any other where the label is none."""
     return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
@@ -41,16 +45,27 @@ _PIECE_BYTES = 1 << 18
 
 
 def read_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a table at indices; any row where an index is none."""
+    """Rows of a table at indices; the last row where an index is none."""
     rows, width = table.shape
     made = table.new_empty((*indices.shape, width))
     flat, own = made.view(-1, width), indices.reshape(-1)
     if width == 1:  # a quicker kernel
         table, flat = table.reshape(-1), flat.view(-1)
     for piece in pieces(own, torch.int64.itemsize):
-        within = own[piece].clamp(0, rows - 1).to(torch.int64)
+        within = rows_at(own[piece], rows).to(torch.int64)
         torch.index_select(table, 0, within, out=flat[piece])
     return made
+
+
+def rows_at(indices: Tensor, rows: int, none: int | None = None) -> Tensor:
+    """Indices of rows, with `none`, or else the last row, where an index is none."""
+    is_row = (indices >= 0) & (indices < rows)
+    return torch.where(is_row, indices, rows - 1 if none is None else none)
+
+
+def as_bytes(indices: Tensor, rows: int) -> Tensor:
+    """Indices of no more than `MOST_ROWS` rows in a byte each; the largest one is none."""
+    return rows_at(indices, rows, MOST_ROWS).to(torch.uint8)
 
 
 def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:

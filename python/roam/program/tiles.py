@@ -7,9 +7,9 @@ once, and all before the call ends.
 
 A result that is summed over the axis is a *total*. A matrix product sums in blocks, and adds each
 block's sum to what it has. So the tiles of as many elements as the library's own blocks have are
-taken together: what a product reads of them is kept, and then added as one block. What is summed one
-element after the other is added tile by tile. The first block or tile writes all of a total, every
-other one adds to it, and nothing reads it before the call ends.
+taken together: what a product reads of them is kept, and then added as one block. What is summed
+one element after the other is added tile by tile. The first block or tile writes all of a total,
+every other one adds to it, and nothing reads it before the call ends.
 
 A call may also change tensors in place, as an optimizer does: each tile changes its part, and
 nothing else reads or writes the tensor until the call ends.

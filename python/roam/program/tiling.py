@@ -26,8 +26,10 @@ from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
+    MOST_ROWS,
     add_product,
     add_rows,
+    as_bytes,
     embedding_from,
     labels_from,
     less_exponential,
@@ -63,8 +65,6 @@ aten = torch.ops.aten
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FLOP_COST = 1 / 16
 """How long a floating-point operation of a product takes, in elements that are read or written."""
-_BYTES = 256
-"""How many indices a byte can hold."""
 _INDEX_COST = 64
 """How long adding a row at an index takes, likewise."""
 
@@ -178,8 +178,8 @@ def candidates(program: Program) -> dict[int, int]:
 
 
 def with_sources(program: Program, gone: Collection[int], known: Collection[int]) -> set[int]:
-    """What is to be gone, and smaller tensors of which nothing is made but that, element by element:
-    what reads them can make them as soon as it could read them.
+    """What is to be gone, and smaller tensors of which nothing but that is made, element by
+    element: what reads them makes them in no more time.
 
     Args:
         known: the `candidates`.
@@ -194,9 +194,9 @@ def with_sources(program: Program, gone: Collection[int], known: Collection[int]
         if len(made) != 1 or not _is_by_elements(call):
             continue
         storage = program.storage_of(made[0])
-        if storage not in found and storage in known and readers.get(storage):
-            if all(_makes(program, reader, found, made[0]) for reader in readers[storage]):
-                found.add(storage)
+        own = readers.get(storage, ()) if storage in known else ()
+        if own and all(_makes(program, reader, found, made[0]) for reader in own):
+            found.add(storage)
     return found
 
 
@@ -871,8 +871,7 @@ class _Tiling:
             )
 
             def make(builder: Builder, cut: Cut) -> int:
-                within = _within(builder, builder.part(slot, cut), rows)
-                return builder.emit(aten._to_copy.default, (within,), {"dtype": torch.uint8})
+                return builder.emit(as_bytes, (Ref(builder.part(slot, cut)), rows))
 
             found = self.new(meta, meta.shape, "bytes", torch.uint8)
             self.members.append(self._cheapest(reader, found, make))
@@ -1151,9 +1150,7 @@ class Builder:
             slots = [ref.slot for ref in call.args[:2]]
             if call.target not in SUMS:
                 slots[1] = _small(self, slots[1], call.args[2])
-            parts = [
-                Ref(self.part(slot, cut)) for slot, cut in zip(slots, cuts, strict=True)
-            ]
+            parts = [Ref(self.part(slot, cut)) for slot, cut in zip(slots, cuts, strict=True)]
         finally:
             self._reader = before
         is_product = call.target in SUMS
@@ -1330,11 +1327,13 @@ class Builder:
             for number in work.makes:
                 assert number is not None
                 order[number] = len(order)
-        closed, held = self._closing([
-            number
-            for number, member in zip(numbers, members, strict=True)
-            if member.cut is None and self.tiling.is_product(member.slot)
-        ])
+        closed, held = self._closing(
+            [
+                number
+                for number, member in zip(numbers, members, strict=True)
+                if member.cut is None and self.tiling.is_product(member.slot)
+            ]
+        )
         places = {member.slot: place for place, member in enumerate(members)}
 
         def numbered(work: Work) -> Work:
@@ -2018,7 +2017,7 @@ def _put_at(builder: Builder, call: Call, place: int, cut: Cut) -> int:
 
 def _small(builder: Builder, indices: int, rows: int) -> int:
     """Indices, as bytes if they never exist whole otherwise."""
-    if rows > _BYTES or not builder.tiling.is_gone(indices):
+    if rows > MOST_ROWS or not builder.tiling.is_gone(indices):
         return indices
     return builder.tiling.small_of(indices, rows)
 

@@ -777,8 +777,8 @@ class _Chooser:
         *,
         tries_all: bool = False,
     ) -> tuple[Choice, float] | None:
-        """A plan within a limit with parts of a size of some tensors, and `Tiled.cost`; None if none
-        is found that takes less extra time than `most_s` seconds.
+        """A plan within a limit with parts of a size of some tensors, and `Tiled.cost`; None if
+        none is found that takes less extra time than `most_s` seconds.
 
         Args:
             cutter: of these tensors.
