@@ -107,6 +107,23 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     return made
 
 
+def less_share_of_one(
+    grad: Tensor, output: Tensor, total: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Some columns of the gradient of a log-softmax, of rows in which no more than one element of
+    what comes in is not zero: if it is not among the columns, one more column has it, so that the
+    very kernel gets the whole rows' sums.
+    """
+    made = torch.empty_like(grad) if out is None else out
+    for rows in pieces(grad):
+        own = grad[rows]
+        rest = total[rows].masked_fill(own.sum(-1, keepdim=True) != 0, 0)
+        wide, last = torch.cat([own, rest], -1), functional.pad(output[rows], (0, 1))
+        less = aten._log_softmax_backward_data(wide, last, -1, grad.dtype)
+        made[rows].copy_(less[..., :-1])
+    return made
+
+
 def pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
     """Rows of a tensor in pieces of about `_PIECE_BYTES`."""
     rows = tensor.shape[0]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from roam.program.ir import Ref, substitute
-from roam.program.tile_works import less_exponential, pieces, safe_softmax
+from roam.program.tile_works import less_exponential, less_share_of_one, pieces, safe_softmax
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -342,7 +342,7 @@ OVER: dict[Any, tuple[Any, str]] = {
         (aten.tanh.default, "out", "out"),
         (aten.tanh_backward.default, "grad_input", "grad_input"),
     )
-} | {work: (work, "out") for work in (less_exponential, safe_softmax)}
+} | {work: (work, "out") for work in (less_exponential, less_share_of_one, safe_softmax)}
 """What may write its result over its first argument, if that has the result's shape and dtype: the
 overload that does, and what it calls the result."""
 

@@ -34,6 +34,7 @@ from roam.program.tile_works import (
     labels_from,
     less_exponential,
     less_share,
+    less_share_of_one,
     pick,
     read_rows,
     row_total,
@@ -839,7 +840,7 @@ class _Tiling:
             call = self.program.calls[index]
             grad, output = (ref.slot for ref in call.args[:2])
             is_log = call.target is aten._log_softmax_backward_data.default
-            has_one = is_log and self._has_one(grad, call.args[2])
+            has_one = is_log and self.has_one(grad, call.args[2])
             meta = self._rows_of(grad, call.args[2], self.slots[output], has_one)
 
             def make(builder: Builder, cut: Cut) -> int:
@@ -878,7 +879,7 @@ class _Tiling:
             self.small[slot] = found
         return self.small[slot]
 
-    def _has_one(self, slot: int, dim: int) -> bool:
+    def has_one(self, slot: int, dim: int) -> bool:
         """Whether no more than one element of each row of a tensor is not zero."""
         maker = self.program.calls[self.makers[slot]] if slot in self.makers else None
         if maker is None:
@@ -1798,6 +1799,12 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
         return builder.emit(call.target, (first, last, _dim(dim, cut), dtype))
     _off_others(dim, cut)
     is_log = call.target is aten._log_softmax_backward_data.default
+    if is_log and builder.tiling.has_one(grad.slot, dim):
+        builder.cost += 2 * math.prod(out.shape)  # the totals
+        first = Ref(builder.part(grad.slot, cut))
+        index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
+        total = Ref(builder.whole(builder.tiling.total_of(index)))
+        return builder.emit(less_share_of_one, (first, last, total))
     last = _single(builder, last, out)
     if is_log:  # before there is the gradient, so that both take the least
         last = Ref(builder.emit(less_exponential, (last,)))
