@@ -115,12 +115,12 @@ def less_share_of_one(
     very kernel gets the whole rows' sums.
     """
     made = torch.empty_like(grad) if out is None else out
-    for rows in pieces(grad):
+    for rows in pieces(grad, 2 * grad.itemsize):
         own = grad[rows]
         rest = total[rows].masked_fill(own.sum(-1, keepdim=True) != 0, 0)
         wide, last = torch.cat([own, rest], -1), functional.pad(output[rows], (0, 1))
-        less = aten._log_softmax_backward_data(wide, last, -1, grad.dtype)
-        made[rows].copy_(less[..., :-1])
+        aten._log_softmax_backward_data.out(wide, last, -1, grad.dtype, out=wide)
+        made[rows].copy_(wide[..., :-1])
     return made
 
 
