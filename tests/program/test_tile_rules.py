@@ -23,7 +23,7 @@ from roam.program.bits import differ
 from roam.program.ir import Program
 from roam.program.tile_works import Step, is_outside, places_at
 from roam.program.tiles import SLICED, refs_of
-from roam.program.tiling import Tile, Tiled, candidates, out_of_place, tiled
+from roam.program.tiling import Tile, Tiled, candidates, out_of_place, tiled, with_sources
 from roam.runtime.strategy import _Chooser
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -412,6 +412,14 @@ def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.Monk
     assert not left
     sums = [tile for tile in found.tiles if any(made.cut is None for made in tile.body.results)]
     assert [tile.body.size for tile in sums] == [TOKENS]
+    # One call makes the indices, and keeps them as bytes for all others.
+    making = [
+        tile
+        for tile in found.tiles
+        if any(work.target is aten.clamp.default for work in tile.body.works)
+    ]
+    assert len(making) == 1
+    assert torch.uint8 in {made.dtype for made in making[0].body.results}
     for hostile in (0, 4, 6):
         assert has_same_bits(found, hostile)
     # Where the indices exist whole, all is cut by heads, which share what is made again.
@@ -426,16 +434,19 @@ def test_positions_of_written_attention_are_never_whole(monkeypatch: pytest.Monk
     assert has_same_bits(kept, 4)
 
 
-@pytest.mark.parametrize("wrong", [100.0, -100.0])
+@pytest.mark.parametrize("rows", [8, 255, 256])
+@pytest.mark.parametrize("wrong", [1000.0, -1000.0])
 def test_indices_that_never_exist_whole_are_refused(
-    wrong: float, monkeypatch: pytest.MonkeyPatch
+    wrong: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by the whole, by the least and the largest of each row."""
-    table = nn.Embedding(8, 2)
+    """As by the whole, by the least and the largest of each row, whether they go into bytes or
+    not.
+    """
+    table = nn.Embedding(rows, 2)
     updates = torch.optim.SGD(table.parameters(), lr=0.1)
 
     def step(x: Tensor) -> None:
-        table((x * 2).long()).sum((1, 2)).square().sum().backward()
+        table((x * rows).long()).sum((1, 2)).square().sum().backward()
         updates.step()
         updates.zero_grad()
 
@@ -445,7 +456,9 @@ def test_indices_that_never_exist_whole_are_refused(
     found = exactly_tiled(program, gone, TOKENS * TOKENS * 4 // 8)
     assert found is not None
     assert found.gone == gone
-    assert any(made.cut is None for tile in found.tiles for made in tile.body.results)
+    results = [made for tile in found.tiles for made in tile.body.results]
+    assert any(made.cut is None for made in results)
+    assert any(made.dtype == torch.uint8 for made in results) == (rows < 256)
     assert has_same_bits_of(found, x)
     x[5, 7] = wrong
     errors = []
@@ -454,6 +467,23 @@ def test_indices_that_never_exist_whole_are_refused(
             ran(one, given_of(one, x))
         errors.append(str(error.value))
     assert errors[0] == errors[1]
+
+
+def test_what_is_gone_takes_what_it_is_made_of_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller tensors of which only that is made, element by element."""
+    table = nn.Embedding(8, 2)
+
+    def step(x: Tensor) -> None:
+        table.zero_grad()
+        halves, others = x.to(torch.bfloat16), x.sum(1, keepdim=True)
+        table((halves.float() * 4 + others * 0).long()).sum().backward()
+
+    program = captured(monkeypatch, step, [torch.rand(TOKENS, TOKENS)])
+    sizes = candidates(program)
+    gone = {n for n, size in sizes.items() if size >= TOKENS * TOKENS * 8}
+    found = with_sources(program, gone, sizes)
+    names = [program.calls[program.storages[n].creator].name for n in sorted(found - gone)]
+    assert sorted(names) == ["aten._to_copy.default"] * 2 + ["aten.add.Tensor", "aten.mul.Tensor"]
 
 
 def given_of(program: Program, x: Tensor) -> dict[int, Any]:

@@ -20,7 +20,7 @@ from roam.kernels.tiles import Cutter
 from roam.program import tiling
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
-from roam.program.tiles import part_of
+from roam.program.tiles import Body, Made, Work, part_of
 from roam.program.tiling import Tiled, candidates, out_of_place, tiled
 from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak
@@ -598,6 +598,35 @@ def test_a_total_is_added_to_once_and_not_read(fault: str, monkeypatch: pytest.M
     }
     with pytest.raises(AssertionError):
         replace(body, closing=closing[fault])
+
+
+def test_a_lack_of_memory_is_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What could not be tried is not cut, and is tried again by the next one who asks."""
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "_learned", {})
+    program = captured(monkeypatch, partial(made, cross_entropy), batches(1)[0])
+    gone, part_bytes = logits_of(program), ROWS * CLASSES * 4 // 4
+
+    def lacking(self: Body, *_: Any) -> None:
+        torch.empty(2**50)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Body, "run", lacking)
+        assert exactly_tiled(program, gone, part_bytes) is None
+    assert exactly_tiled(program, gone, part_bytes) is not None
+
+
+def test_an_operator_writes_over_the_wider_of_two_dtypes() -> None:
+    """The same bits, without a copy of the narrower one."""
+    wide, narrow = torch.randn(512, 512), torch.randn(512, 512).bfloat16()
+    work = Work(torch.ops.aten.add.Tensor, (Ref(0), Ref(1)), {}, (2,), over=0)
+    body = Body(
+        512, 512, ((0, 0), (0, 0)), (work,), (Made(2, (0, 0), (512, 512), (512, 1), wide.dtype),), 0, 512
+    )  # fmt: skip
+    expected, out = wide + narrow, torch.empty(512, 512)
+    taken = measure_peak(body.run, [wide, narrow], [out]).peak_bytes
+    assert torch.equal(out, expected)
+    assert taken < wide.nbytes // 2
 
 
 def test_scores_are_made_once_for_the_loss_and_their_gradient(

@@ -19,7 +19,7 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, settings, signature_of
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, Ref, substitute
-from roam.program.tile_works import add_product
+from roam.program.tile_works import add_product, rows_at
 from roam.program.tiles import blocks_of, part_of
 from roam.program.tiling import SUMS, VIEWS, Member, Part, Tile, Tiled, makers_of, summed, tiled
 
@@ -125,6 +125,7 @@ class Cutter:
         self._program, self._gone, self._device = program, gone, device
         self._room_bytes = room_bytes
         self._trial: _Trial | None = None
+        self._lacked_memory = False
         self._passed: set[tuple[int, object]] = set()
         """Rounds in which calls of a kind have been found exact."""
         self.refused = other_blocks(program, gone, device)
@@ -136,6 +137,8 @@ class Cutter:
         for _ in range(_MOST_ATTEMPTS):
             found = tiled(self._program, self._gone, part_bytes, self.refused)
             if found is None:
+                break
+            if self._lacked_memory:
                 break
             keys = _keys(found)
             with _one_at_a_time:
@@ -151,12 +154,18 @@ class Cutter:
 
     def is_exact(self, found: Tiled) -> bool:
         """Whether all calls that run tile by tile give the whole's bits. What is not known is
-        tried, until one does not.
+        tried, until one does not. What there is no memory to try is not cut, and stays unknown.
         """
         keys = _keys(found)
         if any(key not in _learned for key in keys):
             with _one_at_a_time, kernels_alone(self._device.type), torch.random.fork_rng(()):
-                learned = self._tried(found, keys)
+                try:
+                    learned = self._tried(found, keys)
+                except RuntimeError as error:
+                    if not _lacks_memory(error):
+                        raise
+                    self._trial, self._lacked_memory = None, True
+                    return False
                 _learned.update(learned)
                 retain(_KIND, learned, self._device)
             held_bytes = 0 if self._trial is None else self._trial.held_bytes
@@ -196,6 +205,13 @@ class Cutter:
                 self._passed.add((turn, keys[place]))
         self._trial = None
         return {key: 0 for key in keys if key not in _learned}
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an error says that memory could not be allocated: PyTorch's class for that is raised
+    for devices alone.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _keys(found: Tiled) -> list[object]:
@@ -407,7 +423,9 @@ class _Trial:
             body.run(own, outs, compare)
         except _DifferentError as error:
             return error.number
-        except (RuntimeError, IndexError, ValueError, TypeError):
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            if _lacks_memory(error):
+                raise
             return body.results[0].number if body.results else body.changed[0][1]
         for (place, number), member in zip(body.changed, tile.changed, strict=True):
             after = self.after.get(member.position)
@@ -516,7 +534,7 @@ class _Trial:
         args, kwargs = substitute(call.args, value), substitute(call.kwargs, value)
         if call.target is torch.ops.aten.embedding.default:
             # Indices that are made of this round's values may be none: tiles read others there.
-            args = (args[0], args[1].clamp(0, args[0].shape[0] - 1), *args[2:])
+            args = (args[0], rows_at(args[1], args[0].shape[0]), *args[2:])
         made = call.function(*args, **kwargs)
         return list(made) if call.returns_sequence or isinstance(made, (tuple, list)) else [made]
 

@@ -26,12 +26,16 @@ def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, paddi
     """Adds what a block's indices have to the gradient of an embedding's weight. The very kernel
     adds one row after the other: first what there is already, which no sum from zero on changes.
     """
-    own, grad = indices.flatten(), grad.reshape(-1, grad.shape[-1])
+    own, grad = indices.flatten().to(torch.int64), grad.reshape(-1, grad.shape[-1])
     rows = total.shape[0]
     if not is_first:
         own = torch.cat([torch.arange(rows, dtype=own.dtype, device=own.device), own])
         grad = torch.cat([total, grad])
     total.copy_(aten.embedding_dense_backward(grad, own, rows, padding, False))
+
+
+MOST_ROWS = 255
+"""Indices of more rows, and what is none, do not go into a byte."""
 
 
 def pick(scores: Tensor, label: Tensor) -> Tensor:
@@ -44,15 +48,27 @@ _PIECE_BYTES = 1 << 18
 
 
 def read_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a table at indices; any row where an index is none."""
+    """Rows of a table at indices; the last row where an index is none."""
     rows, width = table.shape
     made = table.new_empty((*indices.shape, width))
     flat, own = made.view(-1, width), indices.reshape(-1)
     if width == 1:  # a quicker kernel
         table, flat = table.reshape(-1), flat.view(-1)
-    for piece in _pieces(own):
-        torch.index_select(table, 0, own[piece].clamp(0, rows - 1), out=flat[piece])
+    for piece in pieces(own, torch.int64.itemsize):
+        within = rows_at(own[piece], rows).to(torch.int64)
+        torch.index_select(table, 0, within, out=flat[piece])
     return made
+
+
+def rows_at(indices: Tensor, rows: int, none: int | None = None) -> Tensor:
+    """Indices of rows, with `none`, or else the last row, where an index is none."""
+    is_row = (indices >= 0) & (indices < rows)
+    return torch.where(is_row, indices, rows - 1 if none is None else none)
+
+
+def as_bytes(indices: Tensor, rows: int) -> Tensor:
+    """Indices of no more than `MOST_ROWS` rows in a byte each; the largest one is none."""
+    return rows_at(indices, rows, MOST_ROWS).to(torch.uint8)
 
 
 def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
@@ -61,7 +77,7 @@ def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
     the row, which adds nothing to it, not even a sign of zero.
     """
     found = grad.new_empty((*grad.shape[:-1], 1))
-    for rows in _pieces(grad):
+    for rows in pieces(grad):
         wide = functional.pad(grad[rows], (0, 1), value=-0.0)
         if output is None:
             less = aten._log_softmax_backward_data(wide, torch.zeros_like(wide), -1, grad.dtype)
@@ -85,7 +101,7 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
     """
     made = torch.empty_like(values) if out is None else out
-    for rows in _pieces(values):
+    for rows in pieces(values):
         wide = functional.pad(values[rows], (0, 1))
         one = torch.full_like(wide, -0.0)
         one[..., -1] = 1
@@ -94,9 +110,28 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     return made
 
 
-def _pieces(tensor: Tensor) -> list[slice]:
+def less_share_of_one(
+    grad: Tensor, output: Tensor, total: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Some columns of the gradient of a log-softmax, of rows in which no more than one element of
+    what comes in is not zero: if it is not among the columns, one more column has it, so that the
+    very kernel gets the whole rows' sums.
+    """
+    made = torch.empty_like(grad) if out is None else out
+    for rows in pieces(grad, 2 * grad.itemsize):
+        own = grad[rows]
+        rest = total[rows].masked_fill(own.sum(-1, keepdim=True) != 0, 0)
+        wide, last = torch.cat([own, rest], -1), functional.pad(output[rows], (0, 1))
+        aten._log_softmax_backward_data.out(wide, last, -1, grad.dtype, out=wide)
+        made[rows].copy_(wide[..., :-1])
+    return made
+
+
+def pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
+    """Rows of a tensor in pieces of about `_PIECE_BYTES`."""
     rows = tensor.shape[0]
-    each = max(rows * _PIECE_BYTES // max(tensor.nbytes, 1), 1)
+    whole_bytes = tensor.numel() * (element_bytes or tensor.itemsize)
+    each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), 1)
     return [slice(start, start + each) for start in range(0, rows, each)]
 
 

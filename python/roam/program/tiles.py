@@ -7,8 +7,9 @@ once, and all before the call ends.
 
 A result that is summed over the axis is a *total*. A matrix product sums in blocks, and adds each
 block's sum to what it has. So the tiles of as many elements as the library's own blocks have are
-taken together: what a product reads of them is kept, and then added as one block. The first block
-writes all of a total, every other one adds to it, and nothing reads it before the call ends.
+taken together: what a product reads of them is kept, and then added as one block. What is summed
+one element after the other is added tile by tile. The first block or tile writes all of a total,
+every other one adds to it, and nothing reads it before the call ends.
 
 A call may also change tensors in place, as an optimizer does: each tile changes its part, and
 nothing else reads or writes the tensor until the call ends.
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from roam.program.ir import Ref, substitute
-from roam.program.tile_works import less_exponential, safe_softmax
+from roam.program.tile_works import less_exponential, less_share_of_one, pieces, safe_softmax
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -148,11 +149,12 @@ class Body:
         assert 0 < self.length <= max(self.size, ALIGNED)
         assert self.length <= self.block
         adding = [
-            (work.makes[0], work.adds_to) for work in self.closing if work.adds_to is not None
+            (work.makes[0], work.adds_to)
+            for work in (*self.works, *self.closing)
+            if work.adds_to is not None
         ]
         totals = [(made.number, at) for at, made in enumerate(self.results) if made.cut is None]
         assert sorted(adding, key=lambda one: one[1]) == totals
-        assert all(work.adds_to is None for work in self.works)
         numbers = {number for number, _ in totals}
         assert numbers.isdisjoint(
             refs_of([(one.args, one.kwargs) for one in (*self.works, *self.closing)])
@@ -239,7 +241,10 @@ class Body:
             }
             values = self._values(inputs, start, length)
             for work in self.works:
-                _work(work, values, start, length, places, seen)
+                if work.adds_to is None:
+                    _work(work, values, start, length, places, seen)
+                else:
+                    _add(work, outs, values, start, length)
             for result, out in zip(self.results, outs, strict=True):
                 if result.cut is not None:
                     part_of(out, result.cut, start, length).copy_(values[result.number])
@@ -255,8 +260,7 @@ class Body:
             if work.adds_to is None:
                 _work(work, values, first, count, {}, None)
             else:
-                args = _filled(work.args, values, first, count)
-                work.target(outs[work.adds_to], first == 0, *args)
+                _add(work, outs, values, first, count)
 
     def _values(self, inputs: Sequence[Any], start: int, length: int) -> list[Any]:
         """Parts of what is given, and room for what is made."""
@@ -274,6 +278,15 @@ class Body:
 def _intervals(first: int, end: int, length: int) -> Iterator[tuple[int, int]]:
     for start in range(first, end, length):
         yield start, min(length, end - start)
+
+
+def _add(work: Work, outs: Sequence[Tensor], values: list[Any], start: int, length: int) -> None:
+    """Adds what belongs to some elements of the axis to a total."""
+    args = _filled(work.args, values, start, length)
+    for used in work.last:
+        values[used] = None
+    assert work.adds_to is not None
+    work.target(outs[work.adds_to], start == 0, *args)
 
 
 def _work(
@@ -329,7 +342,7 @@ OVER: dict[Any, tuple[Any, str]] = {
         (aten.tanh.default, "out", "out"),
         (aten.tanh_backward.default, "grad_input", "grad_input"),
     )
-} | {work: (work, "out") for work in (less_exponential, safe_softmax)}
+} | {work: (work, "out") for work in (less_exponential, less_share_of_one, safe_softmax)}
 """What may write its result over its first argument, if that has the result's shape and dtype: the
 overload that does, and what it calls the result."""
 
@@ -340,12 +353,15 @@ def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Te
         return work.target(*args, **kwargs)
     first = args[0]
     place = first if place is None else place
+    is_mixed = False
     for other in (*args[1:], *kwargs.values()):
         if isinstance(other, Tensor) and other.dim():
             # A tensor of one number has the dtype of the others.
             shape = torch.broadcast_shapes(first.shape, other.shape)
-            if other.dtype != first.dtype or shape != first.shape:
+            kind = torch.promote_types(other.dtype, first.dtype)
+            if kind != first.dtype or shape != first.shape:
                 return work.target(*args, **kwargs)
+            is_mixed |= other.dtype != kind
         elif isinstance(other, torch.dtype) and other != first.dtype:
             return work.target(*args, **kwargs)
     if not first.dtype.is_floating_point or not place.is_contiguous():
@@ -353,6 +369,16 @@ def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Te
     if place.dtype != first.dtype or place.shape != first.shape:
         return work.target(*args, **kwargs)
     target, name = OVER[work.target]
+    if is_mixed:  # by elements, and what has another dtype is copied to the first one's
+        wide = {at: arg for at, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dim()}
+        if all(arg.shape == first.shape and arg.is_contiguous() for arg in wide.values()):
+            flat = place.view(-1)
+            for piece in pieces(flat):
+                parts = list(args)
+                for at, arg in wide.items():
+                    parts[at] = arg.view(-1)[piece]
+                target(*parts, **kwargs, **{name: flat[piece]})
+            return place
     target(*args, **kwargs, **{name: place})
     return place
 

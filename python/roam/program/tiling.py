@@ -26,14 +26,17 @@ from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
 from roam.program.tile_works import (
     ELSEWHERE,
+    MOST_ROWS,
     Step,
     add_product,
     add_rows,
+    as_bytes,
     embedding_from,
     is_outside,
     labels_from,
     less_exponential,
     less_share,
+    less_share_of_one,
     pick,
     places_at,
     read_rows,
@@ -184,6 +187,43 @@ def candidates(program: Program) -> dict[int, int]:
             for slot in call.refs():
                 found.pop(program.storage_of(slot), None)
     return found
+
+
+def with_sources(program: Program, gone: Collection[int], known: Collection[int]) -> set[int]:
+    """What is to be gone, and smaller tensors of which nothing but that is made, element by
+    element: what reads them makes them in no more time.
+
+    Args:
+        known: the `candidates`.
+    """
+    found = set(gone)
+    readers: dict[int, list[Call]] = {}
+    for call in program.calls:
+        for slot in call.refs():
+            readers.setdefault(program.storage_of(slot), []).append(call)
+    for call in reversed(program.calls):
+        made = [slot for slot in call.outputs if slot is not None]
+        if len(made) != 1 or not _is_by_elements(call):
+            continue
+        storage = program.storage_of(made[0])
+        own = readers.get(storage, ()) if storage in known else ()
+        if own and all(_makes(program, reader, found, made[0]) for reader in own):
+            found.add(storage)
+    return found
+
+
+def _makes(program: Program, call: Call, gone: Collection[int], slot: int) -> bool:
+    """Whether a call makes something of `gone` alone, of each element of a tensor one."""
+    meta = program.slots[slot]
+    made = [program.slots[one] for one in call.outputs if one is not None]
+    return (
+        bool(made)
+        and _is_by_elements(call)
+        and all(
+            meta is not None and out is not None and out.storage in gone and out.shape == meta.shape
+            for out in made
+        )
+    )
 
 
 def out_of_place(program: Program) -> Program:
@@ -510,6 +550,8 @@ class _Tiling:
         """For the gradient of a log-softmax that is cut along its own dimension, the slot of the
         sums of rows."""
         self.later: dict[int, list[Call]] = {}
+        self.small: dict[int, int] = {}
+        """For indices that never exist whole, the slot of the same as bytes."""
         self.extents: dict[int, tuple[int, int]] = {}
         self._flops: dict[int, int] = {}
         self._agains: dict[int, set[tuple[int, Cut, tuple[Step, ...]]]] = {}
@@ -720,11 +762,12 @@ class _Tiling:
         return (
             len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
             dict(self.extents), dict(self.later), {index: list(calls) for index, calls in self.added.items()},
+            dict(self.small),
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
         slots, storages, members, self.statistics, self.totals, self.extents = kept[:6]
-        self.later, self.added = kept[6:]
+        self.later, self.added, self.small = kept[6:]
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -849,7 +892,7 @@ class _Tiling:
             call = self.program.calls[index]
             grad, output = (ref.slot for ref in call.args[:2])
             is_log = call.target is aten._log_softmax_backward_data.default
-            has_one = is_log and self._has_one(grad, call.args[2])
+            has_one = is_log and self.has_one(grad, call.args[2])
             meta = self._rows_of(grad, call.args[2], self.slots[output], has_one)
 
             def make(builder: Builder, cut: Cut) -> int:
@@ -867,7 +910,28 @@ class _Tiling:
             self.totals[index] = total
         return self.totals[index]
 
-    def _has_one(self, slot: int, dim: int) -> bool:
+    def small_of(self, slot: int, rows: int) -> int:
+        """The slot of indices of so few rows as bytes: an eighth of the memory, and nothing that
+        makes them is run again for each tile that reads them.
+        """
+        if slot not in self.small:
+            meta = self.slots[slot]
+            assert meta is not None
+            reader = next(
+                index
+                for index, call in enumerate(self.program.calls)
+                if call.target is aten.embedding.default and call.args[1].slot == slot
+            )
+
+            def make(builder: Builder, cut: Cut) -> int:
+                return builder.emit(as_bytes, (Ref(builder.part(slot, cut)), rows))
+
+            found = self.new(meta, meta.shape, "bytes", torch.uint8)
+            self.members.append(self._cheapest(reader, found, make))
+            self.small[slot] = found
+        return self.small[slot]
+
+    def has_one(self, slot: int, dim: int) -> bool:
         """Whether no more than one element of each row of a tensor is not zero."""
         maker = self.program.calls[self.makers[slot]] if slot in self.makers else None
         if maker is None:
@@ -1192,9 +1256,10 @@ class Builder:
                 )
                 cuts = [(0, last)] * 2
                 self.tiling.extents[call.args[1].slot] = (0, call.args[2])
-            parts = [
-                Ref(self.part(ref.slot, cut)) for ref, cut in zip(call.args[:2], cuts, strict=True)
-            ]
+            slots = [ref.slot for ref in call.args[:2]]
+            if call.target not in SUMS:
+                slots[1] = _small(self, slots[1], call.args[2])
+            parts = [Ref(self.part(slot, cut)) for slot, cut in zip(slots, cuts, strict=True)]
         finally:
             self._reader = before
         is_product = call.target in SUMS
@@ -1203,7 +1268,8 @@ class Builder:
             (*parts, *(() if is_product else call.args[3:4])),
         )
         self._works[-1] = replace(self._works[-1], adds_to=slot)
-        self._closing([number])
+        if is_product:
+            self._closing([number])
         flops = self.tiling.flops(index)
         self.flops += flops
         self.cost += math.prod(self.meta(slot).shape) + flops * _FLOP_COST
@@ -1267,11 +1333,14 @@ class Builder:
         return self._numbers[slot]
 
     def _is_late(self, slot: int) -> bool:
-        """Whether a tensor is a view that the original program makes later than the tiles run, so
-        that they make it themselves.
+        """Whether a tensor is a view, or one number, that the original program makes later than the
+        tiles run, so that they make it themselves.
         """
         index = self.tiling.makers.get(slot, -1)
-        return index >= self.position and self.tiling.program.calls[index].target in VIEWS
+        if index < self.position:
+            return False
+        call = self.tiling.program.calls[index]
+        return call.target in VIEWS or (call.target is _NUMBER and not call.refs())
 
     def _input(self, slot: int, cut: Cut | None) -> int:
         storage = self.meta(slot).storage
@@ -1370,10 +1439,13 @@ class Builder:
             for number in work.makes:
                 assert number is not None
                 order[number] = len(order)
-        totals = {
-            number for number, member in zip(numbers, members, strict=True) if member.cut is None
-        }
-        closed, held = self._closing(list(totals))
+        closed, held = self._closing(
+            [
+                number
+                for number, member in zip(numbers, members, strict=True)
+                if member.cut is None and self.tiling.is_product(member.slot)
+            ]
+        )
         places = {member.slot: place for place, member in enumerate(members)}
 
         def numbered(work: Work) -> Work:
@@ -1387,7 +1459,7 @@ class Builder:
 
         closing = [numbered(work) for work in self._works if not closed.isdisjoint(work.makes)]
         # Works that nobody uses are left out.
-        used = {number for number in numbers if number not in totals} | held.keys()
+        used = {number for number in numbers if number not in closed} | held.keys()
         kept = set(map(self._root, used))  # whose memory is read later
         works: list[Work] = []
         for work in reversed(self._works):
@@ -1515,6 +1587,8 @@ FRESH = frozenset(
     )
 )  # fmt: skip
 """What makes a result in memory of its own whatever it gets, beside what is in `OVER`."""
+
+_NUMBER = aten.scalar_tensor.default
 
 READERS = frozenset((aten.gather.default, aten.index.Tensor, aten.embedding.default))
 """What reads elements at indices, and refuses some."""
@@ -1832,6 +1906,8 @@ def _single(builder: Builder, value: Ref, like: TensorMeta) -> Ref:
     """A value in the precision in which kernels compute."""
     if like.dtype not in _HALF:
         return value
+    wide_bytes = math.prod(like.shape) * torch.float32.itemsize / builder.size
+    builder.widest_bytes = max(builder.widest_bytes, wide_bytes)
     return Ref(builder.emit(aten._to_copy.default, (value,), {"dtype": torch.float32}))
 
 
@@ -1859,6 +1935,12 @@ def _softmax_backward(builder: Builder, call: Call, place: int, cut: Cut) -> int
         return builder.emit(call.target, (first, last, _dim(dim, cut), dtype))
     _off_others(dim, cut)
     is_log = call.target is aten._log_softmax_backward_data.default
+    if is_log and builder.tiling.has_one(grad.slot, dim):
+        builder.cost += 2 * math.prod(out.shape)  # the totals
+        first = Ref(builder.part(grad.slot, cut))
+        index = builder.tiling.makers[call.outputs[place]]  # type: ignore[index]
+        total = Ref(builder.whole(builder.tiling.total_of(index)))
+        return builder.emit(less_share_of_one, (first, last, total))
     last = _single(builder, last, out)
     if is_log:  # before there is the gradient, so that both take the least
         last = Ref(builder.emit(less_exponential, (last,)))
@@ -2076,12 +2158,20 @@ def _put_at(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     return builder.emit(call.target, (Ref(number), within, Ref(part), *call.args[3:]))
 
 
+def _small(builder: Builder, indices: int, rows: int) -> int:
+    """Indices, as bytes if they never exist whole otherwise."""
+    if rows > MOST_ROWS or not builder.tiling.is_gone(indices):
+        return indices
+    return builder.tiling.small_of(indices, rows)
+
+
 @_rule(aten.embedding.default)
 def _embedded(builder: Builder, call: Call, place: int, cut: Cut) -> int:
     given, indices = (ref.slot for ref in call.args[:2])
     rows = builder.meta(given).shape[0]
     dims = len(builder.meta(indices).shape)
     builder.tiling.extents[indices] = (0, rows)
+    indices = _small(builder, indices, rows)
     if cut == (dims, dims):
         number, own = builder.part(given, (1, 1)), builder.whole(indices)
     elif cut[1] < dims:

@@ -45,7 +45,7 @@ from roam.program.paging import Page, pages_of
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
 from roam.program.tier import Tier
-from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled
+from roam.program.tiling import Part, Tiled, candidates, out_of_place, tiled, with_sources
 from roam.program.transit import Places, check
 from roam.report.table import format_bytes
 from roam.runtime.available import available_bytes, known_limit
@@ -671,6 +671,7 @@ class _Chooser:
         left: list[tuple[Cutter, int]] = []
         for least_bytes in levels[:_MOST_LEVELS]:
             gone = {number for number, size in sizes.items() if size >= least_bytes}
+            gone = with_sources(program, gone, sizes)
             with self._trying():
                 cutter = Cutter(program, gone, device, available_bytes(device, 0))
             refused = cutter.refused
@@ -694,24 +695,28 @@ class _Chooser:
                     break
                 continue
             best: Choice | None = None
+            most_cost = math.inf
             for total_bytes, parts in estimates:
                 if total_bytes > limit_bytes:  # a trial takes longer than to find this out
                     total_bytes = self._least_with(program, gone, most // parts, refused) or 0
                 if total_bytes > limit_bytes:
                     continue
-                choice = self._with_tiles(cutter, most // parts, limit_bytes, most_s)
-                if choice is None:
+                made = self._with_tiles(cutter, most // parts, limit_bytes, most_s, most_cost)
+                if made is None:
                     left.append((cutter, most // parts))
                 else:
-                    best, most_s = choice, _extra_s(choice)
+                    best, cost = made
+                    most_s = _extra_s(best)
                     if _extra_share(best) < _LITTLE:
                         break
+                    if _again_share(best) < _LITTLE:  # finer tiles can but save other work
+                        most_cost = cost
             if best is not None:
                 return best
         for cutter, part_bytes in left:
-            choice = self._with_tiles(cutter, part_bytes, limit_bytes, most_s, tries_all=True)
-            if choice is not None:
-                return choice
+            made = self._with_tiles(cutter, part_bytes, limit_bytes, most_s, tries_all=True)
+            if made is not None:
+                return made[0]
         return None
 
     def _least_by_parts(
@@ -768,19 +773,23 @@ class _Chooser:
         part_bytes: int,
         limit_bytes: int,
         most_s: float,
+        most_cost: float = math.inf,
         *,
         tries_all: bool = False,
-    ) -> Choice | None:
-        """A plan within a limit with parts of a size of some tensors; None if none is found that
-        takes less extra time than `most_s` seconds.
+    ) -> tuple[Choice, float] | None:
+        """A plan within a limit with parts of a size of some tensors, and `Tiled.cost`; None if
+        none is found that takes less extra time than `most_s` seconds.
 
         Args:
             cutter: of these tensors.
             part_bytes, limit_bytes, most_s: these.
+            most_cost: tiles that cost more are not tried.
             tries_all: whether a way for which there is no plan is tried too: if it is not exact,
                 there may be a plan for the next one. Mostly there is none, and trials take long.
         """
         for found in cutter.ways(part_bytes):
+            if found.cost > most_cost:
+                return None
             choice = self._within_by_tiles(found, limit_bytes)
             if choice is not None and _extra_s(choice) >= most_s:
                 return None
@@ -789,7 +798,7 @@ class _Chooser:
             with self._trying():
                 is_exact = cutter.is_exact(found)
             if is_exact:
-                return choice
+                return None if choice is None else (choice, found.cost)
         return None
 
     def _within_by_tiles(self, found: Tiled, limit_bytes: int) -> Choice | None:
@@ -1793,6 +1802,12 @@ def _extra_share(choice: Choice) -> float:
     """The same, as a share of the step without a limit."""
     of = choice.recomputation or choice.cuts
     return 0.0 if of is None else _extra_s(choice) / max(of.step_s, 1e-9)
+
+
+def _again_share(choice: Choice) -> float:
+    """What running operators again adds to a step, as a share of it."""
+    again = choice.recomputation
+    return 0.0 if again is None else again.extra_s / max(again.step_s, 1e-9)
 
 
 def _permitted(graph: Graph, listed: Sequence[int]) -> list[int]:
