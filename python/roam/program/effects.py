@@ -318,6 +318,22 @@ class SetFlag(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepScheduler(Effect):
+    """A scheduler's `step`, which is called once all else is left; `number`: how many before."""
+
+    what = "schedulers' steps"
+    stage = 11
+    scheduler: Any
+    number: int
+
+    def key(self) -> Any:
+        return id(self.scheduler), self.number
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        self.scheduler.step()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SetSync(Effect):
     """Whether the last forward pass of a `DistributedDataParallel` in the step synchronizes: the
     module has to know it afterwards.

@@ -210,8 +210,8 @@ PATCHES: Final = (
     Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.utils._foreach_utils", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
     Patch("torch.amp.GradScaler", ("_lazy_init_scale_growth_tracker", "step", "_maybe_opt_step"), _SCALER, _NO_SCALER),
-    Patch("<classes of schedulers>", ("step",), "a step that steps a scheduler is refused, and runs beside its plan",
-          "it is refused too, and the message names no remedy"),
+    Patch("<classes of schedulers>", ("step",), "a scheduler's `step` is called after each run",
+          "the step is refused, since its rates change"),
     # Random generators.
     Patch("torch", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),
           _GENERATOR, _NO_GENERATOR),

@@ -58,6 +58,7 @@ from roam.tracing.fakes.fake_identity import hooks_on, is_parameter, own_attribu
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.stand_ins.fake_state import FakeState
 from roam.tracing.stand_ins.grad_scaler import check_skippable, check_updated
+from roam.tracing.stand_ins.schedulers import check_schedulers
 
 OUTSIDE: Final = "change that outside of the step, between two calls, and let the step return what of its values that needs"
 """What to do about state that a plan cannot change."""
@@ -215,6 +216,7 @@ def record_endings(
     )
     recorder.note_assigned()
     check_skippable(recorder.program)
+    check_schedulers(recorder.program)
 
 
 def _removed(reference: StateReference) -> CaptureError:

@@ -135,7 +135,11 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(stand_ins_placed(fake_state, recorder, frames, reductions))
+            stack.enter_context(
+                stand_ins_placed(
+                    fake_state, recorder, frames, reductions, live_numbers=live_numbers
+                )
+            )
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:

@@ -48,6 +48,7 @@ from roam.tracing.stand_ins.grad_scaler import scaler_stand_ins
 from roam.tracing.stand_ins.inner_tracers import tracer_stand_ins
 from roam.tracing.stand_ins.opened_files import open_stand_ins
 from roam.tracing.stand_ins.reporters import report_stand_ins, stream_stand_ins
+from roam.tracing.stand_ins.schedulers import SteppedSchedulers
 
 _state = threading.local()
 
@@ -87,6 +88,8 @@ def stand_ins_placed(
     recorder: Recorder,
     frames: Frames,
     reductions: Reductions,
+    *,
+    live_numbers: bool,
 ) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
@@ -208,13 +211,6 @@ def stand_ins_placed(
             )
         tensor.data = other  # as `Module.to` and its like do with all but fakes, which they swap
 
-    def scheduled(scheduler: Any, *_: object, **__: object) -> None:
-        recorder.refuse(
-            f"the step calls step() of a {type(scheduler).__name__}, which sets other rates at each call; call it outside of "
-            "the step, between two calls",
-            code="moved",
-        )
-
     plain_reconstruct = copy._reconstruct  # type: ignore[attr-defined]
 
     def reconstruct(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -312,8 +308,10 @@ def stand_ins_placed(
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
         stack.enter_context(globals_added(tables, "len", _in_trace(recorder, len, _length)))
         kinds = {type(scheduler) for _, scheduler in fake_state.reach.schedulers}
-        steps = [(kind, "step", _in_trace(recorder, kind.step, scheduled)) for kind in kinds]
+        stepped = SteppedSchedulers(fake_state, recorder, live=live_numbers)
+        steps = [(kind, "step", _in_trace(recorder, kind.step, stepped.step)) for kind in kinds]
         stack.enter_context(replaced(steps, of=SCHEDULERS))
+        stack.enter_context(stepped.held())
         stack.enter_context(fake_state.reach.reads.watching())
         yield
 

@@ -1,0 +1,130 @@
+"""Schedulers of learning rates that a step steps: a plan steps them after each of its runs.
+
+In a trace `step` is only noted. Nobody knows then what it sets, and who asks for that is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+import torch
+
+from roam.errors import CaptureError
+from roam.program.effects import Assemble, Overwrite, Rebind, SetPlain, StepScheduler
+from roam.program.ir import Program
+from roam.state.equality import attributes_of
+from roam.state.library_code import nested_code
+from roam.tracing.recording.recorder import Recorder
+from roam.tracing.source_location import is_user_code
+from roam.tracing.stand_ins.fake_state import FakeState
+
+_SET: Final = frozenset({"lr", "momentum", "betas"})
+"""What PyTorch's own schedulers set in a group,"""
+_COUNTED: Final = frozenset({"last_epoch", "_step_count", "_last_lr"})
+"""and of their own."""
+_OPERATORS: Final = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "float", "int",
+    "bool", "str", "repr", "format", "eq", "lt", "le", "gt", "ge", "hash", "getitem", "iter", "len",
+)  # fmt: skip
+
+
+class SteppedSchedulers:
+    """The schedulers that a trace steps."""
+
+    def __init__(self, fake_state: FakeState, recorder: Recorder, *, live: bool) -> None:
+        self._schedulers = [scheduler for _, scheduler in fake_state.reach.schedulers]
+        self._optimizers = [optimizer for _, optimizer in fake_state.reach.optimizers]
+        self._recorder, self._live = recorder, live
+        self._unknown = _unknown(self._refuse)
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._calls = 0
+
+    def step(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for `step` of a scheduler."""
+        optimizer = attributes_of(scheduler).get("optimizer")
+        is_known = (
+            type(scheduler).__module__ == "torch.optim.lr_scheduler"
+            and any(optimizer is one for one in self._optimizers)
+            and not any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+        )
+        if args or kwargs or not is_known or not self._live:
+            self._refuse()
+        program = self._recorder.program
+        program.effects.append(StepScheduler(scheduler, len(program.of(StepScheduler))))
+        self._calls = self._calls if self._before else len(program.calls)
+        if not self._before:
+            tables = [(attributes_of(one), _COUNTED) for one in self._schedulers]
+            tables += [(one, _SET) for some in self._optimizers for one in some.param_groups]
+            for table, names in tables:
+                self._before += [(table, name, table[name]) for name in names & table.keys()]
+            for table, name, _ in self._before:
+                table[name] = self._unknown
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around the user's function. What is not known must not outlive it, and what comes after
+        the first `step` must not fail.
+        """
+        try:
+            yield
+            is_kept = any(table.get(name) is not self._unknown for table, name, _ in self._before)
+        finally:
+            for table, name, value in self._before:
+                table[name] = value
+        program = self._recorder.program
+        later = program.calls[self._calls :] if self._before else []
+        if is_kept or sys.getrefcount(self._unknown) > 2 or any(map(program.may_raise, later)):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        kinds = ", ".join(sorted({type(one).__name__ for one in self._schedulers}))
+        self._recorder.refuse(
+            f"the step calls step() of a {kinds}, which sets other rates at each call, in a way that no plan repeats "
+            "after a run; call it outside of the step, between two calls",
+            code="moved",
+        )
+
+
+def _unknown(refuse: Callable[[], None]) -> object:
+    """What refuses all that asks for its value."""
+    names = {f"__{name}__": lambda *_, **__: refuse() for name in _OPERATORS}
+    return type("unknown", (), names)()
+
+
+def check_schedulers(program: Program) -> None:
+    """Refuses a scheduler that is stepped after a run if it may read what the step sets."""
+    schedulers = [one.scheduler for one in program.of(StepScheduler)]
+    sets = (Assemble, Overwrite, Rebind, SetPlain)
+    is_setting = bool(program.result.growing) or any(
+        isinstance(one, sets) for one in program.effects
+    )
+    if is_setting and any(map(_reads, schedulers)):
+        raise CaptureError(
+            "a function of a scheduler that the step steps may read what the step sets; call the scheduler's step() "
+            "outside of the step, between two calls",
+            code="moved",
+        )
+
+
+def _reads(value: Any) -> bool:
+    """Whether a scheduler, or one within it, has a function of a user's that reads variables."""
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return any(map(_reads, attributes_of(value).values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_reads, value))
+    if isinstance(value, functools.partial):
+        return _reads(value.func) or any(map(_reads, (*value.args, *value.keywords.values())))
+    if not isinstance(value, FunctionType):
+        return callable(value) and not isinstance(value, (type, torch.optim.Optimizer))
+    if not is_user_code(value.__code__):
+        return False
+    names = {name for code in nested_code(value.__code__) for name in code.co_names}
+    read = [value.__globals__[name] for name in names if name in value.__globals__]
+    return bool(value.__closure__) or any(
+        not isinstance(one, (type, FunctionType, ModuleType)) for one in read
+    )
