@@ -76,9 +76,11 @@ class SteppedSchedulers:
         finally:
             for table, name, value in self._before:
                 table[name] = value
+        if not self._before:
+            return
         program = self._recorder.program
-        later = program.calls[self._calls :] if self._before else []
-        if is_kept or sys.getrefcount(self._unknown) > 2 or any(map(program.may_raise, later)):
+        later = map(program.may_raise, program.calls[self._calls :])
+        if is_kept or sys.getrefcount(self._unknown) > 2 or any(later):
             self._refuse()
 
     def _refuse(self) -> None:
