@@ -5,6 +5,7 @@ they were.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -1095,6 +1096,10 @@ def _refuse_unseen_state(reach: Reach) -> None:
     """Refuses what the step holds and no guard can compare."""
     refuse_shapeless(reach)
     for path, iterator in reach.iterators:
+        if (
+            iterator is sys.stdout or iterator is sys.stderr
+        ):  # writing there is refused where it is done
+            continue
         if isinstance(iterator, io.IOBase):
             refuse(
                 path,

@@ -56,8 +56,8 @@ class SteppedSchedulers:
             self._refuse()
         program = self._recorder.program
         program.effects.append(StepScheduler(scheduler, len(program.of(StepScheduler))))
-        self._calls = self._calls if self._before else len(program.calls)
         if not self._before:
+            self._calls = len(program.calls)
             tables = [(attributes_of(one), _COUNTED) for one in self._schedulers]
             tables += [(one, _SET) for some in self._optimizers for one in some.param_groups]
             for table, names in tables:
