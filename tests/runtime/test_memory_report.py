@@ -94,7 +94,8 @@ def test_a_measurement_belongs_to_the_plan_that_ran() -> None:
         found.append(step.memory())
     assert found[1].total_bytes > found[0].total_bytes
     assert found[2].total_bytes == found[0].total_bytes
-    assert found[2].measured_bytes == found[0].measured_bytes
+    for one in (found[0], found[2]):
+        assert one.measured_bytes <= found[0].total_bytes < found[1].measured_bytes
 
 
 class Landing(torch.nn.Module):

@@ -535,7 +535,7 @@ def shares(net: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def functions_of_numbers(net: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) / float(ids.shape[1])
+    loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()) / (1.0 * ids.shape[1])
     decay = math.exp(-ids.shape[1] / 50) + math.pow(ids.shape[1], 0.3)
     return loss * decay * math.log(ids.shape[1], 2) / math.sqrt(ids.numel())
 

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, Final
 
 import torch
@@ -450,6 +451,7 @@ class Runner:
                     if self._groups:
                         leave(self._sequences, str(error))
                     failure = self._failed(error, drawn)
+                    clear_frames(error.__traceback__)  # who keeps the error keeps no tensors
                     for parameter, gradient in gradients if isinstance(failure, Declined) else ():
                         parameter.grad = gradient
                     if failure is error:
