@@ -1096,9 +1096,7 @@ def _refuse_unseen_state(reach: Reach) -> None:
     """Refuses what the step holds and no guard can compare."""
     refuse_shapeless(reach)
     for path, iterator in reach.iterators:
-        if (
-            iterator is sys.stdout or iterator is sys.stderr
-        ):  # writing there is refused where it is done
+        if id(iterator) in map(id, (sys.stdout, sys.stderr)):  # writing is refused where it is done
             continue
         if isinstance(iterator, io.IOBase):
             refuse(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -23,10 +23,9 @@ from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import is_user_code
 from roam.tracing.stand_ins.fake_state import FakeState
 
+# What PyTorch's own schedulers set, in a group and of their own.
 _SET: Final = frozenset({"lr", "momentum", "betas"})
-"""What PyTorch's own schedulers set in a group,"""
 _COUNTED: Final = frozenset({"last_epoch", "_step_count", "_last_lr"})
-"""and of their own."""
 _OPERATORS: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "float", "int",
     "bool", "str", "repr", "format", "eq", "lt", "le", "gt", "ge", "hash", "getitem", "iter", "len",
@@ -40,7 +39,9 @@ class SteppedSchedulers:
         self._schedulers = [scheduler for _, scheduler in fake_state.reach.schedulers]
         self._optimizers = [optimizer for _, optimizer in fake_state.reach.optimizers]
         self._recorder, self._live = recorder, live
-        self._unknown = _unknown(self._refuse)
+        # What refuses all that asks for its value.
+        refusing = {f"__{name}__": lambda *_, **__: self._refuse() for name in _OPERATORS}
+        self._unknown = type("unknown", (), refusing)()
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._calls = 0
 
@@ -90,12 +91,6 @@ class SteppedSchedulers:
             "after a run; call it outside of the step, between two calls",
             code="moved",
         )
-
-
-def _unknown(refuse: Callable[[], None]) -> object:
-    """What refuses all that asks for its value."""
-    names = {f"__{name}__": lambda *_, **__: refuse() for name in _OPERATORS}
-    return type("unknown", (), names)()
 
 
 def check_schedulers(program: Program) -> None:
