@@ -1,16 +1,13 @@
-"""Schedulers of learning rates that a step steps: a plan steps them after each of its runs.
-
-In a trace `step` is only noted. Nobody knows then what it sets, and who asks for that is refused.
-"""
+"""Schedulers of learning rates that a step steps: a plan steps them after each of its runs."""
 
 from __future__ import annotations
 
 import functools
-import sys
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -26,10 +23,25 @@ from roam.tracing.stand_ins.fake_state import FakeState
 # What PyTorch's own schedulers set, in a group and of their own.
 _SET: Final = frozenset({"lr", "momentum", "betas"})
 _COUNTED: Final = frozenset({"last_epoch", "_step_count", "_last_lr"})
+_SETTING: Final = (Assemble, Overwrite, Rebind, SetPlain)
 _OPERATORS: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "float", "int",
     "bool", "str", "repr", "format", "eq", "lt", "le", "gt", "ge", "hash", "getitem", "iter", "len",
 )  # fmt: skip
+
+
+class _Unknown:
+    """What refuses all that asks for its value."""
+
+    def __init__(self, recorder: Recorder, message: str) -> None:
+        self.recorder, self.message = recorder, message
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        self.recorder.refuse(self.message, code="moved")
+
+
+for _name in _OPERATORS:
+    setattr(_Unknown, f"__{_name}__", _Unknown.refuse)
 
 
 class SteppedSchedulers:
@@ -39,9 +51,12 @@ class SteppedSchedulers:
         self._schedulers = [scheduler for _, scheduler in fake_state.reach.schedulers]
         self._optimizers = [optimizer for _, optimizer in fake_state.reach.optimizers]
         self._recorder, self._live = recorder, live
-        # What refuses all that asks for its value.
-        refusing = {f"__{name}__": lambda *_, **__: self._refuse() for name in _OPERATORS}
-        self._unknown = type("unknown", (), refusing)()
+        kinds = ", ".join(sorted({type(one).__name__ for one in self._schedulers}))
+        self._unknown = _Unknown(
+            recorder,
+            f"the step calls step() of a {kinds}, which sets other rates at each call, in a way that no plan repeats "
+            "after a run; call it outside of the step, between two calls",
+        )
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._calls = 0
 
@@ -54,7 +69,7 @@ class SteppedSchedulers:
             and not any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
         )
         if args or kwargs or not is_known or not self._live:
-            self._refuse()
+            self._unknown.refuse()
         program = self._recorder.program
         program.effects.append(StepScheduler(scheduler, len(program.of(StepScheduler))))
         if not self._before:
@@ -68,9 +83,7 @@ class SteppedSchedulers:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around the user's function. What is not known must not outlive it, and what comes after
-        the first `step` must not fail.
-        """
+        """Around the user's function: it keeps nothing unknown, and does not fail after `step`."""
         try:
             yield
             is_kept = any(table.get(name) is not self._unknown for table, name, _ in self._before)
@@ -79,28 +92,16 @@ class SteppedSchedulers:
                 table[name] = value
         if not self._before:
             return
-        program = self._recorder.program
-        later = map(program.may_raise, program.calls[self._calls :])
-        if is_kept or sys.getrefcount(self._unknown) > 2 or any(later):
-            self._refuse()
-
-    def _refuse(self) -> None:
-        kinds = ", ".join(sorted({type(one).__name__ for one in self._schedulers}))
-        self._recorder.refuse(
-            f"the step calls step() of a {kinds}, which sets other rates at each call, in a way that no plan repeats "
-            "after a run; call it outside of the step, between two calls",
-            code="moved",
-        )
+        program, own = self._recorder.program, attributes_of(self)
+        others = {*map(id, gc.get_referrers(self._unknown))} - {id(self), id(own)}
+        if is_kept or others or any(map(program.may_raise, program.calls[self._calls :])):
+            self._unknown.refuse()
 
 
 def check_schedulers(program: Program) -> None:
     """Refuses a scheduler that is stepped after a run if it may read what the step sets."""
-    schedulers = [one.scheduler for one in program.of(StepScheduler)]
-    sets = (Assemble, Overwrite, Rebind, SetPlain)
-    is_setting = bool(program.result.growing) or any(
-        isinstance(one, sets) for one in program.effects
-    )
-    if is_setting and any(map(_reads, schedulers)):
+    sets = [*program.result.growing, *(one for kind in _SETTING for one in program.of(kind))]
+    if sets and any(_reads(one.scheduler) for one in program.of(StepScheduler)):
         raise CaptureError(
             "a function of a scheduler that the step steps may read what the step sets; call the scheduler's step() "
             "outside of the step, between two calls",
