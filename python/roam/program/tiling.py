@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -761,13 +762,12 @@ class _Tiling:
     def _state(self) -> Any:
         return (
             len(self.slots), len(self.storages), len(self.members), dict(self.statistics), dict(self.totals),
-            dict(self.extents), dict(self.later), {index: list(calls) for index, calls in self.added.items()},
-            dict(self.small),
+            dict(self.extents), dict(self.later), dict(self.small),
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
         slots, storages, members, self.statistics, self.totals, self.extents = kept[:6]
-        self.later, self.added, self.small = kept[6:]
+        self.later, self.small = kept[6:]
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -855,7 +855,6 @@ class _Tiling:
             outputs=(member.slot,),
             returns_sequence=False,
         )
-        self.added.setdefault(member.position, []).append(call)
         self.later[wide] = [call]
         return replace(member, slot=wide, cut=(first, first), size=size, made=make)
 
@@ -1015,6 +1014,8 @@ class _Tiling:
             for tile in added.get(index, ()):
                 tiles.append(tile)
                 calls.append(tile.call)
+                later = (self.later.get(member.slot, ()) for member in tile.members)
+                calls += [one for one in chain(*later) if one.target is SLICED]
             calls += self.added.get(index, ())
             if index not in removed:
                 calls.append(call)
