@@ -156,6 +156,11 @@ def every_third(logits: Tensor, labels: Tensor) -> Tensor:
     return as_they_are(some, labels[:, 1:-1][:, ::3].flatten()) + logits.logsumexp(-1).mean()
 
 
+def every_other(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, labels = of_texts(logits, labels)
+    return as_they_are(logits[:, 1::2].reshape(-1, CLASSES), labels[:, ::2].flatten())
+
+
 def of_shifted_preferences(logits: Tensor, labels: Tensor) -> Tensor:
     logits, labels = of_texts(logits, labels)
     scores = logits[:, :-1].log_softmax(-1)
@@ -163,7 +168,9 @@ def of_shifted_preferences(logits: Tensor, labels: Tensor) -> Tensor:
     return -functional.logsigmoid(0.01 * (better - worse)).mean()
 
 
-SLICED: list[Loss] = [without_last, of_answers, every_third, of_shifted_preferences]
+SLICED: list[Loss] = [
+    without_last, of_answers, every_third, every_other, of_shifted_preferences,
+]  # fmt: skip
 UPCAST: list[Loss] = [
     cross_entropy, softcapped, summed, of_each, with_accuracy, smoothed, distilled, with_entropy,
 ]  # fmt: skip
