@@ -1,8 +1,9 @@
-"""Schedulers of learning rates: stepped between calls they need no plan, stepped inside of a step
-they have it run beside its plan."""
+"""Schedulers of learning rates: a plan steps those that a step steps after its run, and a step that
+asks for what they set runs beside its plan."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,10 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(
+        optimizer, 0.01, 0.1, 2, cycle_momentum=False
+    ),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
@@ -155,8 +160,24 @@ def followed_by_a_check(task: Task, loss: Any, log: Any) -> Any:
     return torch.gather(loss.expand(3), 0, torch.tensor([2]))
 
 
+def asked(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return task.scheduler.T_cur
+
+
+def copied(task: Task, loss: Any, log: Any) -> Any:
+    task.scheduler.step()
+    return copy.deepcopy(task.scheduler.state_dict())
+
+
+def changed(task: Task, loss: Any, log: Any) -> None:
+    task.scheduler.step()
+    task.scheduler.base_lrs[0] = 0.2
+
+
 STEPS = [
     ("doubled", stepped),
+    ("restarts", asked),
     *(
         ("cosine", leave)
         for leave in (
@@ -248,6 +269,43 @@ def test_a_function_of_a_scheduler_sees_what_it_would_see(is_set_before: bool) -
     assert found(roam.compile) == found(lambda step: step)
 
 
+SEEN = {"calls": 0}
+
+
+def by_calls(epoch: int) -> float:
+    return 1 / (1 + SEEN["calls"] + epoch)
+
+
+@pytest.mark.auto
+@pytest.mark.parametrize("reads", ["a helper's table", "gradients"])
+def test_a_function_of_a_scheduler_is_called_before_what_follows_it(reads: str) -> None:
+    def found(wrap: Callable[[Any], Any]) -> list[float]:
+        SEEN["calls"] = 0
+        weight = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def rate(epoch: int) -> float:
+            return 1.0 if weight.grad is None else 1 / (1 + weight.grad.norm().item())
+
+        scheduler = lr_scheduler.LambdaLR(
+            optimizer, rate if reads == "gradients" else lambda epoch: by_calls(epoch)
+        )
+
+        def step() -> torch.Tensor:
+            loss = weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            SEEN["calls"] += 1
+            optimizer.zero_grad()
+            return loss.detach()
+
+        compiled = wrap(step)
+        return [compiled().item() for _ in range(5)]
+
+    assert found(roam.compile) == found(lambda step: step)
+
+
 @pytest.mark.auto
 @pytest.mark.skipif(not is_possible(), reason="it needs PyTorch 2.15")
 @pytest.mark.parametrize("memory", [None, "95%"])
@@ -266,7 +324,10 @@ def test_a_plan_alone_is_refused(name: str, leave: Callable[..., Any]) -> None:
     rate = task.optimizer.param_groups[0]["lr"]
     with pytest.raises(roam.CaptureError) as caught:
         roam.compile(task.step)(torch.ones(2, 4), {})
-    assert "test_schedulers.py" in str(caught.value) or leave is before
+    if leave is asked:
+        assert "returns a rate or counter that a scheduler's step() sets" in str(caught.value)
+    else:
+        assert "test_schedulers.py" in str(caught.value) or leave is before
     assert task.scheduler.last_epoch == 0
     assert task.optimizer.param_groups[0]["lr"] == rate
     assert "step" not in vars(task.scheduler)

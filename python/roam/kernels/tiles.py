@@ -135,10 +135,10 @@ class Cutter:
         `is_exact` has refused one.
         """
         for _ in range(_MOST_ATTEMPTS):
+            if self._lacked_memory:
+                break
             found = tiled(self._program, self._gone, part_bytes, self.refused)
             if found is None:
-                break
-            if self._lacked_memory:
                 break
             keys = _keys(found)
             with _one_at_a_time:

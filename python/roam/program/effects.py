@@ -318,22 +318,6 @@ class SetFlag(Effect):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepScheduler(Effect):
-    """A scheduler's `step`, which is called once all else is left; `number`: how many before."""
-
-    what = "schedulers' steps"
-    stage = 11
-    scheduler: Any
-    number: int
-
-    def key(self) -> Any:
-        return id(self.scheduler), self.number
-
-    def apply(self, ending: Ending, given: Any, found: Any) -> None:
-        self.scheduler.step()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SetSync(Effect):
     """Whether the last forward pass of a `DistributedDataParallel` in the step synchronizes: the
     module has to know it afterwards.
@@ -350,6 +334,22 @@ class SetSync(Effect):
 
     def apply(self, ending: Ending, given: Any, found: Any) -> None:
         self.module.require_forward_param_sync = self.is_synced
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepScheduler(Effect):
+    """A scheduler's `step`, which is called once all else is left; `number`: how many before."""
+
+    what = "schedulers' steps"
+    stage = 11
+    scheduler: Any
+    number: int
+
+    def key(self) -> Any:
+        return id(self.scheduler), self.number
+
+    def apply(self, ending: Ending, given: Any, found: Any) -> None:
+        self.scheduler.step()
 
 
 def rebound(program: Program) -> list[tuple[Any, int]]:

@@ -766,8 +766,8 @@ class _Tiling:
         )  # fmt: skip
 
     def _restore(self, kept: Any) -> None:
-        slots, storages, members, self.statistics, self.totals, self.extents = kept[:6]
-        self.later, self.small = kept[6:]
+        slots, storages, members, *tables = kept
+        self.statistics, self.totals, self.extents, self.later, self.small = tables
         del self.slots[slots:], self.storages[storages:], self.members[members:]
 
     def new(
@@ -810,8 +810,7 @@ class _Tiling:
         if builder.lengths([(picked, (0, 0))]) is None:
             raise blame
         self.extents[target.slot] = (0, classes)
-        member = self._widened(Member(index, picked, (0, 0), rows, make))
-        self.members.append(member)
+        self.members.append(member := self._widened(Member(index, picked, (0, 0), rows, make)))
         loss = replace(
             call,
             target=PICKED,
@@ -1169,17 +1168,19 @@ class Builder:
         meta = self.meta(slot)
         shape = [*meta.shape[: cut[0]], self._axis, *meta.shape[cut[1] + 1 :]]
         whole = self.emit(aten.reshape.default, (Ref(self.whole(slot)), shape))
-        places = self._emit_rows(places_at, meta.device)
+        places = self._emit_along(places_at, self._steps, meta.device)
         self.cost += math.prod(meta.shape)
         return self.emit(aten.index_select.default, (Ref(whole), cut[0], places))
 
-    def _emit_rows(self, target: Callable[..., torch.Tensor], device: torch.device) -> Ref:
-        """What tells something of a tile's elements along another axis, with `Builder._steps`."""
-        steps, self._steps = self._steps, ()
+    def _emit_along(
+        self, target: Callable[..., torch.Tensor], steps: tuple[Step, ...], device: torch.device
+    ) -> Ref:
+        """What tells something of a tile's elements along the axis to which steps lead."""
+        before, self._steps = self._steps, ()
         try:
             return Ref(self.emit(target, (Start(), Length(), steps, device)))
         finally:
-            self._steps = steps
+            self._steps = before
 
     @contextmanager
     def through(self, step: Step, size: int) -> Iterator[None]:
@@ -1197,12 +1198,7 @@ class Builder:
 
     def inside(self, number: int, step: Step, out: TensorMeta, cut: Cut) -> int:
         """A part, with zeros where a step to a slice leads to no element."""
-        steps = self._steps
-        self._steps = (*steps, step)
-        try:
-            outside = self._emit_rows(is_outside, out.device)
-        finally:
-            self._steps = steps
+        outside = self._emit_along(is_outside, (*self._steps, step), out.device)
         wide = [Length(), *(1 for _ in out.shape[cut[1] + 1 :])]
         mask = self.emit(aten.reshape.default, (outside, wide))
         return self.emit(aten.masked_fill.Scalar, (Ref(number), Ref(mask), 0))

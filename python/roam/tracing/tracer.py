@@ -135,11 +135,8 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(
-                stand_ins_placed(
-                    fake_state, recorder, frames, reductions, live_numbers=live_numbers
-                )
-            )
+            placed = stand_ins_placed(fake_state, recorder, frames, reductions, live=live_numbers)
+            stack.enter_context(placed)
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:
@@ -253,10 +250,9 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         with tracing(), interrupts_allowed():
             return step(*args, **kwargs)
     except CaptureError as error:
-        if error.code == "unknown_tensor" and (
-            refusal := refusal_of_tracer(error, user_line(error))
-        ):
-            raise refusal from error
+        told = error.code == "unknown_tensor" and refusal_of_tracer(error, user_line(error))
+        if told:
+            raise told from error
         raise
     except ExecutionError:  # if another rank has left
         raise

@@ -89,9 +89,9 @@ def stand_ins_placed(
     frames: Frames,
     reductions: Reductions,
     *,
-    live_numbers: bool,
+    live: bool,
 ) -> Iterator[None]:
-    """Stands in for what acts on Python state that no operator shows."""
+    """Stands in for what acts on Python state that no operator shows. `live`: numbers are."""
 
     def shown(name: str, tensor: Any, form: Any = "", **_: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
@@ -308,7 +308,7 @@ def stand_ins_placed(
         stack.enter_context(fake_state.identities.asked(tables, recorder.refuse))
         stack.enter_context(globals_added(tables, "len", _in_trace(recorder, len, _length)))
         kinds = {type(scheduler) for _, scheduler in fake_state.reach.schedulers}
-        stepped = SteppedSchedulers(fake_state, recorder, live=live_numbers)
+        stepped = SteppedSchedulers(fake_state, recorder, live=live)
         steps = [(kind, "step", _in_trace(recorder, kind.step, stepped.step)) for kind in kinds]
         stack.enter_context(replaced(steps, of=SCHEDULERS))
         stack.enter_context(stepped.held())

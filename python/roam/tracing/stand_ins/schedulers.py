@@ -14,34 +14,40 @@ import torch
 from roam.errors import CaptureError
 from roam.program.effects import Assemble, Overwrite, Rebind, SetPlain, StepScheduler
 from roam.program.ir import Program
-from roam.state.equality import attributes_of
+from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import nested_code
+from roam.tracing.compiled.frames import contents_of
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import is_user_code
 from roam.tracing.stand_ins.fake_state import FakeState
 
-# What PyTorch's own schedulers set, in a group and of their own.
-_SET: Final = frozenset({"lr", "momentum", "betas"})
-_COUNTED: Final = frozenset({"last_epoch", "_step_count", "_last_lr"})
+# What no scheduler of PyTorch's sets, in a group or of its own; packages that no step changes.
+_LEFT: Final = frozenset({"params", "optimizer"})
+_PURE: Final = frozenset({"math", "numpy", "torch"})
 _SETTING: Final = (Assemble, Overwrite, Rebind, SetPlain)
-_OPERATORS: Final = (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "float", "int",
-    "bool", "str", "repr", "format", "eq", "lt", "le", "gt", "ge", "hash", "getitem", "iter", "len",
-)  # fmt: skip
+_ASKED: Final = {  # methods by which a value is asked for, or changed
+    *(name for kind in (int, float, list, dict) for name in vars(kind)),
+    *("__getattr__", "__call__", "__str__", "__copy__", "__deepcopy__", "__reduce_ex__"),
+} - {"__new__", "__init__", "__getattribute__", "__doc__", "__class_getitem__"}
 
 
 class _Unknown:
     """What refuses all that asks for its value."""
 
-    def __init__(self, recorder: Recorder, message: str) -> None:
-        self.recorder, self.message = recorder, message
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        self.recorder.refuse(self.message, code="moved")
+        self.recorder.refuse(
+            "the step calls step() of a scheduler, which sets other rates at each call, in a way that no plan repeats after "
+            "a run; call it outside of the step, between two calls",
+            code="moved",
+        )
 
 
-for _name in _OPERATORS:
-    setattr(_Unknown, f"__{_name}__", _Unknown.refuse)
+_Unknown.__name__ = "rate or counter that a scheduler's step() sets"  # for who returns one
+for _name in _ASKED:
+    setattr(_Unknown, _name, _Unknown.refuse)
 
 
 class SteppedSchedulers:
@@ -50,13 +56,7 @@ class SteppedSchedulers:
     def __init__(self, fake_state: FakeState, recorder: Recorder, *, live: bool) -> None:
         self._schedulers = [scheduler for _, scheduler in fake_state.reach.schedulers]
         self._optimizers = [optimizer for _, optimizer in fake_state.reach.optimizers]
-        self._recorder, self._live = recorder, live
-        kinds = ", ".join(sorted({type(one).__name__ for one in self._schedulers}))
-        self._unknown = _Unknown(
-            recorder,
-            f"the step calls step() of a {kinds}, which sets other rates at each call, in a way that no plan repeats "
-            "after a run; call it outside of the step, between two calls",
-        )
+        self._recorder, self._live, self._unknown = recorder, live, _Unknown(recorder)
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._calls = 0
 
@@ -67,6 +67,7 @@ class SteppedSchedulers:
             type(scheduler).__module__ == "torch.optim.lr_scheduler"
             and any(optimizer is one for one in self._optimizers)
             and not any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+            and all(map(is_plain, _read_by(scheduler, set())))
         )
         if args or kwargs or not is_known or not self._live:
             self._unknown.refuse()
@@ -74,10 +75,9 @@ class SteppedSchedulers:
         program.effects.append(StepScheduler(scheduler, len(program.of(StepScheduler))))
         if not self._before:
             self._calls = len(program.calls)
-            tables = [(attributes_of(one), _COUNTED) for one in self._schedulers]
-            tables += [(one, _SET) for some in self._optimizers for one in some.param_groups]
-            for table, names in tables:
-                self._before += [(table, name, table[name]) for name in names & table.keys()]
+            groups = [group for one in self._optimizers for group in one.param_groups]
+            for table in (*map(attributes_of, self._schedulers), *groups):
+                self._before += [(table, name, table[name]) for name in table.keys() - _LEFT]
             for table, name, _ in self._before:
                 table[name] = self._unknown
 
@@ -90,18 +90,16 @@ class SteppedSchedulers:
         finally:
             for table, name, value in self._before:
                 table[name] = value
-        if not self._before:
-            return
-        program, own = self._recorder.program, attributes_of(self)
-        others = {*map(id, gc.get_referrers(self._unknown))} - {id(self), id(own)}
-        if is_kept or others or any(map(program.may_raise, program.calls[self._calls :])):
+        program = self._recorder.program
+        later = map(program.may_raise, program.calls[self._calls :])
+        if self._before and (is_kept or len(gc.get_referrers(self._unknown)) > 1 or any(later)):
             self._unknown.refuse()
 
 
 def check_schedulers(program: Program) -> None:
     """Refuses a scheduler that is stepped after a run if it may read what the step sets."""
     sets = [*program.result.growing, *(one for kind in _SETTING for one in program.of(kind))]
-    if sets and any(_reads(one.scheduler) for one in program.of(StepScheduler)):
+    if sets and any([*_read_by(one.scheduler, set())] for one in program.of(StepScheduler)):
         raise CaptureError(
             "a function of a scheduler that the step steps may read what the step sets; call the scheduler's step() "
             "outside of the step, between two calls",
@@ -109,20 +107,27 @@ def check_schedulers(program: Program) -> None:
         )
 
 
-def _reads(value: Any) -> bool:
-    """Whether a scheduler, or one within it, has a function of a user's that reads variables."""
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return any(map(_reads, attributes_of(value).values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_reads, value))
-    if isinstance(value, functools.partial):
-        return _reads(value.func) or any(map(_reads, (*value.args, *value.keywords.values())))
-    if not isinstance(value, FunctionType):
-        return callable(value) and not isinstance(value, (type, torch.optim.Optimizer))
-    if not is_user_code(value.__code__):
-        return False
-    names = {name for code in nested_code(value.__code__) for name in code.co_names}
-    read = [value.__globals__[name] for name in names if name in value.__globals__]
-    return bool(value.__closure__) or any(
-        not isinstance(one, (type, FunctionType, ModuleType)) for one in read
-    )
+def _read_by(value: Any, seen: set[int]) -> Iterator[Any]:
+    """What users' functions that a scheduler holds, or one within it, read of variables."""
+    kind, held = type(value), list[Any]()  # an instance may have noted who asks for its class
+    if id(value) in seen or issubclass(kind, (type, torch.optim.Optimizer)):
+        return
+    seen.add(id(value))
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        held = list(attributes_of(value).values())
+    elif issubclass(kind, (list, tuple)):
+        held = list(value)
+    elif kind is functools.partial:
+        held = [value.func, *value.args, *value.keywords.values()]
+    elif kind is FunctionType and is_user_code(value.__code__):
+        names = {name for code in nested_code(value.__code__) for name in code.co_names}
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        read += map(contents_of, value.__closure__ or ())
+        held = [*read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        yield from (one for one in read if type(one) not in (FunctionType, ModuleType))
+    elif kind is ModuleType:
+        yield from () if value.__name__.partition(".")[0] in _PURE else (value,)
+    elif kind is not FunctionType and callable(value):
+        yield value
+    for one in held:
+        yield from _read_by(one, seen)
