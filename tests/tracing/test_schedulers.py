@@ -464,6 +464,18 @@ def test_beside_a_plan_a_step_may_change_what_its_scheduler_reads() -> None:
     assert rates(True) == rates(False)
 
 
+def test_a_function_of_a_scheduler_may_read_numbers_that_no_step_sets() -> None:
+    """The first step makes the optimizer's state, which is no variable."""
+
+    def script(wrap: Any) -> Any:
+        task, warm = Task(MAKE["exponential"], stepped), 3
+        task.scheduler = lr_scheduler.LambdaLR(task.optimizer, lambda epoch: min(1, epoch / warm))
+        step = wrap(task.step)
+        return [step(torch.ones(64, 4), {}) for _ in range(5)]
+
+    both(script)
+
+
 @pytest.mark.auto
 def test_counters_may_be_asked_before_the_scheduler_is_stepped() -> None:
     """As accelerate's AcceleratedScheduler asks OneCycleLR's, which raises after its last step."""

@@ -16,6 +16,7 @@ from roam.program.effects import Assemble, Overwrite, Rebind, SetPlain, StepSche
 from roam.program.ir import Program
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import nested_code
+from roam.state.references import AttributeReference, EntryReference, PlaceReference, root_of
 from roam.tracing.compiled.frames import contents_of
 from roam.tracing.recording.recorder import Recorder
 from roam.tracing.source_location import is_user_code
@@ -25,6 +26,7 @@ from roam.tracing.stand_ins.fake_state import FakeState
 _LEFT: Final = frozenset({"params", "optimizer"})
 _PURE: Final = frozenset({"math", "numpy", "torch"})
 _SETTING: Final = (Assemble, Overwrite, Rebind, SetPlain)
+_OF_VARIABLES: Final = (AttributeReference, EntryReference, PlaceReference)
 _ASKED: Final = {  # methods by which a value is asked for, or changed
     *(name for kind in (int, float, list, dict) for name in vars(kind)),
     *("__getattr__", "__call__", "__str__", "__copy__", "__deepcopy__", "__reduce_ex__"),
@@ -98,7 +100,8 @@ class SteppedSchedulers:
 
 def check_schedulers(program: Program) -> None:
     """Refuses a scheduler that is stepped after a run if it may read what the step sets."""
-    sets = [*program.result.growing, *(one for kind in _SETTING for one in program.of(kind))]
+    places = (root_of(one.reference) for kind in _SETTING for one in program.of(kind))
+    sets = any(isinstance(place, _OF_VARIABLES) for place in places)
     if sets and any([*_read_by(one.scheduler, set())] for one in program.of(StepScheduler)):
         raise CaptureError(
             "a function of a scheduler that the step steps may read what the step sets; call the scheduler's step() "
