@@ -1073,7 +1073,9 @@ class _Walk:
             self._fill(NamesSpace(attributes, between, path, label=child))
             return
         if module_of(type(value)) in ("builtins", "collections") and not attributes:
-            self._dictionary(value, path)  # whose class cannot change
+            # The class cannot change, and nobody gives attributes to the dozen in each module.
+            if type(value) is not OrderedDict:
+                self._dictionary(value, path)
             return
         has_dictionary = type(attributes) is dict
         slots = self.slots.get(type(value))

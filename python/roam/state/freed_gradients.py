@@ -80,9 +80,9 @@ def gradients_left(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tenso
 class Notes:
     """What each run of a plan notes of the same places of parameters.
 
-    Usually all of it is noted already: nothing has been noted since the last run, and no parameter
-    has a gradient. One that was noted and is gone would have been forgotten, which counts as a
-    change, so that no other parameter is taken for it.
+    Usually all of it is noted already, since nothing has been noted since the last run. A parameter
+    that was noted and is gone would have been forgotten, which counts as a change, so that no other
+    one is taken for it.
 
     Args:
         frees: for each parameter, whether the plan frees its gradient.
@@ -93,13 +93,13 @@ class Notes:
         self._last: tuple[int, list[int]] = -1, []
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Notes what the plan has done to the gradients of these."""
-        identities, are_gone = list(map(id, parameters)), not gradients_left(parameters)
-        if are_gone and self._last == (_changes, identities):
+        """Notes what the plan has done to the gradients of these, which are gone."""
+        identities = list(map(id, parameters))
+        if self._last == (_changes, identities):
             return
         for parameter, frees in zip(parameters, self._frees, strict=True):
             (note_freed if frees else note_reset)(parameter)
-        self._last = (_changes if are_gone else -1), identities
+        self._last = _changes, identities
 
 
 def noted() -> Callable[[], None]:

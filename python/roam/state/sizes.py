@@ -14,6 +14,7 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partialmethod
 from itertools import combinations_with_replacement
 from typing import Any, Final, NoReturn, cast
 
@@ -722,10 +723,11 @@ class Expression:
             total = total.add(arg)
         return total
 
-    def truediv(self, other: Expression) -> Expression:
-        return self._float("truediv", other)
+    def _float(self, op: Text, *others: Expression) -> Expression:
+        return self.symbols.atom(op, (self, *others), "f")
 
-    int_truediv = float_truediv = truediv
+    truediv = int_truediv = float_truediv = partialmethod(_float, "truediv")
+    sym_sqrt = _sym_sqrt = partialmethod(_float, "sqrt")
 
     def pow(self, other: Expression) -> Expression:
         if self.kind == "i" and other.op == "constant" and type(other.args[0]) is int:
@@ -741,11 +743,6 @@ class Expression:
 
     def sym_float(self) -> Expression:
         return self if self.kind == "f" else self._float("float")
-
-    def sym_sqrt(self) -> Expression:
-        return self._float("sqrt")
-
-    _sym_sqrt = sym_sqrt
 
     def ceil(self) -> Expression:
         return self if self.kind == "i" else self._atom("ceil")
@@ -767,9 +764,6 @@ class Expression:
     def trunc(self) -> Expression:
         return self if self.kind == "i" else self._atom("trunc")
 
-    def _float(self, op: Text, *others: Expression) -> Expression:
-        return self.symbols.atom(op, (self, *others), "f")
-
     def _atom(self, op: Text, *others: Expression) -> Expression:
         kind = (
             "f"
@@ -778,34 +772,27 @@ class Expression:
         )
         return self.symbols.atom(op, (self, *others), kind)
 
-    def eq(self, other: Expression) -> Expression:
-        return _compared("eq", self, other)
+    def _compared(self, op: Text, other: Expression) -> Expression:
+        key = op, self, other
+        found = self.symbols._known.get(key)
+        if found is None:
+            answer = _static(op, self, other)
+            if answer is None:
+                found = self.symbols.atom(op, (self, other), "b")
+            else:
+                found = self.symbols._known[key] = self.symbols.constant(answer)
+        return found
 
-    def ne(self, other: Expression) -> Expression:
-        return _compared("ne", self, other)
+    eq, ne = partialmethod(_compared, "eq"), partialmethod(_compared, "ne")
+    lt, le = partialmethod(_compared, "lt"), partialmethod(_compared, "le")
+    gt, ge = partialmethod(_compared, "gt"), partialmethod(_compared, "ge")
 
-    def lt(self, other: Expression) -> Expression:
-        return _compared("lt", self, other)
+    def _logical(self, op: Text, *others: Expression) -> Expression:
+        return self.symbols.atom(op, (self, *others), "b")
 
-    def le(self, other: Expression) -> Expression:
-        return _compared("le", self, other)
-
-    def gt(self, other: Expression) -> Expression:
-        return _compared("gt", self, other)
-
-    def ge(self, other: Expression) -> Expression:
-        return _compared("ge", self, other)
-
-    def sym_not(self) -> Expression:
-        return self.symbols.atom("not", (self,), "b")
-
-    def sym_and(self, other: Expression) -> Expression:
-        return self.symbols.atom("and", (self, other), "b")
-
-    def sym_or(self, other: Expression) -> Expression:
-        return self.symbols.atom("or", (self, other), "b")
-
-    and_, or_ = sym_and, sym_or
+    sym_not = partialmethod(_logical, "not")
+    sym_and = and_ = partialmethod(_logical, "and")
+    sym_or = or_ = partialmethod(_logical, "or")
 
     def sym_ite(self, one: Expression, other: Expression) -> Expression:
         return one if self.guard_bool() else other
@@ -813,32 +800,20 @@ class Expression:
     # -- how sizes and strides lie
 
     def is_contiguous(self, sizes: list[Any], strides: list[Any]) -> Expression:
-        return self._lies_in(sizes, strides, range(len(sizes) - 1, -1, -1))
-
-    def is_channels_last_contiguous_2d(self, sizes: list[Any], strides: list[Any]) -> Expression:
-        order = (1, 3, 2, 0)
-        return self._lies_in(sizes, strides, order) if len(sizes) == 4 else self.wrap_bool(False)
-
-    def is_channels_last_contiguous_3d(self, sizes: list[Any], strides: list[Any]) -> Expression:
-        order = (1, 4, 3, 2, 0)
-        return self._lies_in(sizes, strides, order) if len(sizes) == 5 else self.wrap_bool(False)
-
-    def is_channels_last_strides_2d(self, sizes: list[Any], strides: list[Any]) -> Expression:
-        return self._descends(sizes, strides, (1, 3, 2, 0))
-
-    def is_channels_last_strides_3d(self, sizes: list[Any], strides: list[Any]) -> Expression:
-        return self._descends(sizes, strides, (1, 4, 3, 2, 0))
+        return self._lies_in(range(len(sizes))[::-1], sizes, strides)
 
     def is_non_overlapping_and_dense_indicator(
         self, sizes: list[Any], strides: list[Any]
     ) -> Expression:
         order = sorted(range(len(sizes)), key=lambda place: self.symbols.of(strides[place]).value)
-        return self._lies_in(sizes, strides, order)
+        return self._lies_in(order, sizes, strides)
 
     is_non_overlapping_and_dense = is_non_overlapping_and_dense_indicator
 
-    def _lies_in(self, sizes: list[Any], strides: list[Any], order: Iterable[int]) -> Expression:
+    def _lies_in(self, order: Sequence[int], sizes: list[Any], strides: list[Any]) -> Expression:
         """Whether elements follow one another without gaps in this order of the dimensions."""
+        if len(sizes) != len(order):
+            return self.wrap_bool(False)
         one = expected = self.wrap_int(1)
         for place in order:
             size = self.symbols.of(sizes[place])
@@ -849,7 +824,7 @@ class Expression:
             expected = expected.mul(size)
         return self.wrap_bool(True)
 
-    def _descends(self, sizes: list[Any], strides: list[Any], order: tuple[int, ...]) -> Expression:
+    def _descends(self, order: Sequence[int], sizes: list[Any], strides: list[Any]) -> Expression:
         """Whether strides grow in this order of the dimensions, as PyTorch tells channels last."""
         if len(sizes) != len(order):
             return self.wrap_bool(False)
@@ -866,18 +841,10 @@ class Expression:
             least = step if size.eq(one).guard_bool() else step.mul(size)
         return self.wrap_bool(True)
 
-
-def _compared(op: Text, one: Expression, other: Expression) -> Expression:
-    symbols = one.symbols
-    key = op, one, other
-    found = symbols._known.get(key)
-    if found is None:
-        answer = _static(op, one, other)
-        if answer is None:
-            found = symbols.atom(op, (one, other), "b")
-        else:
-            found = symbols._known[key] = symbols.constant(answer)
-    return found
+    is_channels_last_contiguous_2d = partialmethod(_lies_in, (1, 3, 2, 0))
+    is_channels_last_contiguous_3d = partialmethod(_lies_in, (1, 4, 3, 2, 0))
+    is_channels_last_strides_2d = partialmethod(_descends, (1, 3, 2, 0))
+    is_channels_last_strides_3d = partialmethod(_descends, (1, 4, 3, 2, 0))
 
 
 def _static(op: str, one: Expression, other: Expression) -> bool | None:

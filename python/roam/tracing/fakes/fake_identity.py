@@ -110,29 +110,17 @@ class Identities:
         def hashed(value: Any, /) -> int:
             return fixed(value) if _is_stand_in(value) and _asked_by_user() else _hash(value)
 
-        def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def refusing(function: Callable[..., Any], text: str, about: Any = None) -> Any:
             def asked(*args: Any, **kwargs: Any) -> Any:
-                if args and _is_stand_in(args[0]) and _asked_by_user():
-                    refuse(
-                        f"the step calls {what} while a fake tensor stands for the real one; leave "
-                        "it out of the step",
-                        code="identity",
-                    )
+                if (about is None or (args and about(args[0]))) and _asked_by_user():
+                    refuse(f"the step {text}; leave it out of the step", code="identity")
                 return function(*args, **kwargs)
 
             return asked
 
-        def told_apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-            def asked(*args: Any, **kwargs: Any) -> Any:
-                if _asked_by_user():
-                    refuse(
-                        f"the step asks by {name}() whether its tensors are fake, as they are "
-                        "during capture alone; leave it out of the step",
-                        code="identity",
-                    )
-                return function(*args, **kwargs)
-
-            return asked
+        def real(holder: Any, name: str, shown: str) -> Replacement:
+            text = f"calls {shown} while a fake tensor stands for the real one"
+            return holder, name, refusing(getattr(holder, name), text, _is_stand_in)
 
         def attribute(kind: type, name: str, what: str) -> property:
             original = getattr(kind, name)
@@ -165,20 +153,17 @@ class Identities:
             )
 
         replacements: list[Replacement] = [(builtins, "id", identity), (builtins, "hash", hashed)]
-        for name in ("vars", "dir"):
-            replacements.append(
-                (builtins, name, refusing(getattr(builtins, name), f"{name}(tensor)"))
-            )
+        replacements += [real(builtins, name, f"{name}(tensor)") for name in ("vars", "dir")]
         for module, names in _ABOUT_OBJECTS:
             replacements += [
-                (module, name, refusing(getattr(module, name), f"{module.__name__}.{name}(tensor)"))
-                for name in names
+                real(module, name, f"{module.__name__}.{name}(tensor)") for name in names
             ]
-        replacements.append(
-            (torch.Tensor, "storage", refusing(torch.Tensor.storage, "tensor.storage()"))
-        )
+        replacements.append(real(torch.Tensor, "storage", "tensor.storage()"))
         for holder, name in ASKS_FOR_FAKES:
-            replacements.append((holder, name, told_apart(getattr(holder, name), name)))
+            text = (
+                f"asks by {name}() whether its tensors are fake, as they are during capture alone"
+            )
+            replacements.append((holder, name, refusing(getattr(holder, name), text)))
         replacements += [
             (FakeTensor, name, handed_out)
             for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -147,6 +148,18 @@ def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             waiting += [(below, node) for below, _ in node.next_functions]
 
 
+class _End:
+    """A history that others go on to: to connect each of them with all sources takes long."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        self.sources = sources  # so that nothing else has their identities
+        self.value = with_history(torch.empty(0), _step_is_over, sources)
+
+
+_shared_ends: Final[WeakValueDictionary[tuple[int, ...], _End]] = WeakValueDictionary()
+"""By the identities of the sources, all of them leaves; for as long as one of the others lives."""
+
+
 class Histories:
     """Gives what one run leaves its histories, each value once."""
 
@@ -162,7 +175,14 @@ class Histories:
         elif history != "none":
             if id(value) not in self._known:
                 sources = () if in_group() else self._sources[id(history)]
-                self._known[id(value)] = value, with_history(value, _step_is_over, sources)
+                key = tuple(map(id, sources))
+                if (end := _shared_ends.get(key)) is None:
+                    end = _End(sources)
+                    if all(source.is_leaf for source in sources):
+                        _shared_ends[key] = end
+                found = with_history(value, _step_is_over, (end.value,))
+                found.grad_fn.end = end  # type: ignore[union-attr]
+                self._known[id(value)] = value, found
             return self._known[id(value)][1]
         return value
 
