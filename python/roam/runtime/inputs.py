@@ -45,7 +45,9 @@ class Inputs:
             for parameter, _ in keys.filled
         ]
         self._lookup = StateLookup([references[place] for place in places["state"]], filled)
-        self._others = [getter(references[place]) for place in places["other"]]
+        others = [references[place] for place in places["other"]]
+        self._others = list(map(getter, others))
+        self._parameters = Places(self._lookup.places, others)
         self._arguments = [references[place] for place in places["argument"]]
         order = [*places["state"], *places["other"], *places["argument"]]
         self._in_turn = [references[place] for place in (*places["state"], *places["other"])]
@@ -79,8 +81,9 @@ class Inputs:
         """
         entries = None
         try:
-            entries = self._lookup.of_parameters()
-            found = [*self._lookup.entries(entries), *[get() for get in self._others]]
+            others = [get() for get in self._others]
+            entries = self._lookup.of_parameters(self._parameters.found(others, leaves))
+            found = [*self._lookup.entries(entries), *others]
         except (LookupError, TypeError):  # something is not there
             found, entries = [reference.get() for reference in self._in_turn], None
         found += [reference.find(leaves) for reference in self._arguments]

@@ -89,7 +89,7 @@ class NodeHooks:
         whose nodes may be held, by a known reducer or in a step without a backward pass.
         """
         self._leaves = [(path, leaf, id(leaf) in held) for path, leaf in leaves]
-        self._registered = _registered()
+        self._registered = hooks_registered()
 
     def watches_the_same(self, other: NodeHooks) -> bool:
         """Whether others watch the same leaves."""
@@ -99,11 +99,11 @@ class NodeHooks:
 
     def failure(self) -> Misfit | None:
         """None while there is no such hook, else which leaf has one."""
-        if self._registered != _registered():
+        if self._registered != hooks_registered():
             for path, leaf, is_held in self._leaves:
                 if (reason := _hooked(leaf, is_held=is_held)) is not None:
                     return Misfit(f"{path} got {reason}")
-            self._registered = _registered()
+            self._registered = hooks_registered()
         return None
 
 
@@ -185,7 +185,7 @@ def node_stand_in(fakes: Iterable[tuple[Any, Any]]) -> Callable[[Any], bool]:
 _own_registrations = 0
 
 
-def _registered() -> int:
+def hooks_registered() -> int:
     """How many hooks of any kind have been registered in this process so far."""
     return RemovableHandle.next_id - _own_registrations
 

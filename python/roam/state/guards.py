@@ -24,7 +24,12 @@ import torch
 
 from roam.state.argument_sizes import OFFSET, ArgumentSizes, Change, lies, may_have_symbols, parted
 from roam.state.arguments import Taken, Taker, argument_path
-from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
+from roam.state.autograd_hooks import (
+    NodeHooks,
+    held_by_reducers,
+    hooks_registered,
+    leaves_of,
+)
 from roam.state.code_guards import Reliance
 from roam.state.containers import (
     ArraySpace,
@@ -177,6 +182,13 @@ class Guards:
             *[space.get(key) for _, space, key, _ in self._replaceable],
         ]
         self._table = Table(tensors)
+        self._registered = -1  # nobody has looked for hooks
+        # Another tensor in a place may have none, as fake ones have none.
+        self._have_addresses = not self._replaceable and all(
+            type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided
+            for one in tensors
+        )
+        self._addresses: list[int] | None = None
         self._storages = storages_of(tensors)
         self._aliasing = pattern(self._storages)
         # Only tensors that share memory can be one and the same.
@@ -335,19 +347,23 @@ class Guards:
             return Misfit("the optimizers do not share groups as before")
         values = [space.get(key) for _, space, key, _ in self._replaceable]
         are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
-        if not (are_tensors and self._table.fits([*self._fixed_tensors, *values])):
+        tensors, registered = [*self._fixed_tensors, *values], hooks_registered()
+        are_unhooked = not values and registered == self._registered
+        if not (are_tensors and self._table.fits(tensors, are_unhooked=are_unhooked)):
             failure = self._metadata_failure()
             if failure is not None:
                 return failure
-        storages = storages_of([*self._fixed_tensors, *values])
-        if storages != self._storages:
-            if pattern(storages) != self._aliasing:
-                return Misfit("the tensors that the step reaches do not share memory as before")
-            self._storages = storages
-            self._first_places = _first_places(storages)
-        if self._sharing and (
-            self._identities_among([*self._fixed_tensors, *values]) != self._identities
-        ):
+        self._registered = registered
+        addresses = list(map(torch.Tensor.data_ptr, tensors)) if self._have_addresses else None
+        if addresses is None or addresses != self._addresses:
+            storages = storages_of(tensors)
+            if storages != self._storages:
+                if pattern(storages) != self._aliasing:
+                    return Misfit("the tensors that the step reaches do not share memory as before")
+                self._storages = storages
+                self._first_places = _first_places(storages)
+            self._addresses = addresses
+        if self._sharing and self._identities_among(tensors) != self._identities:
             return Misfit(
                 "places that the step reaches do not hold one and the same tensor as before"
             )

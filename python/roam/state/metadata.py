@@ -208,11 +208,19 @@ class Table:
         self._are_strided = all(layout is torch.strided for layout, *_ in self._seen)
         self._others = _others(tensors) if self._are_strided else []
 
-    def fits(self, tensors: list[Any]) -> bool:
+    def fits(self, tensors: list[Any], *, are_unhooked: bool = False) -> bool:
         """Whether each of as many tensors has the metadata of the one in its place. If one of those
         that the table was made of is not strided, the answer is always False and says nothing.
+
+        Args:
+            are_unhooked: these are the tensors that it was last asked of, and nobody has registered
+                a hook since.
         """
-        if self._check.passes(tensors) and _unchecked(tensors) == self._unchecked:
+        if (
+            self._check.passes(tensors)
+            and _unchecked(tensors) == self._unchecked
+            and (are_unhooked or not _are_hooked(tensors))
+        ):
             return self._have_attributes(tensors)
         fits = (
             self._are_strided
@@ -222,8 +230,7 @@ class Table:
         )
         if fits:
             self._unchecked = _unchecked(tensors)
-            *_, are_hooked, are_hooked_after = self._unchecked
-            if not are_hooked and not are_hooked_after:  # of hooks there is more to compare
+            if not _are_hooked(tensors):  # of hooks there is more to compare
                 self._check.learn(tensors)
         return fits
 
@@ -294,9 +301,11 @@ def _unchecked(tensors: list[Any]) -> list[Any]:
         [] if all(leaves) else list(map(_retains, tensors)),
         [place for place in _views(tensors) if is_cut_off(tensors[place])],
         list(map(torch.Tensor.storage_offset, tensors)),
-        any(map(hooks_of, tensors)),
-        any(map(gradient_hooks_of, tensors)),
     ]
+
+
+def _are_hooked(tensors: list[Any]) -> bool:
+    return any(map(hooks_of, tensors)) or any(map(gradient_hooks_of, tensors))
 
 
 def _flat_attributes(tensors: list[Any]) -> tuple[list[int], list[str], list[Any]]:

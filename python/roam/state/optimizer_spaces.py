@@ -4,6 +4,7 @@ step, and which of their numbers are live.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,12 @@ RATE_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
 LIVE_OPTIMIZER_KEYS: Final = frozenset(
     {"state", "param_groups", "_opt_called", "_step_count", "_need_device_dtype_check_for_fused"}
 )
+
+
+@functools.cache
+def _place(group: int, key: str) -> tuple[int, str]:
+    """One tuple for each: to compare two takes longer than to look it up."""
+    return group, key
 
 
 class OptimizerSpace(Space):
@@ -44,7 +51,7 @@ class OptimizerSpace(Space):
         for number, group in enumerate(groups):
             for key in sorted(group, key=str):
                 value = group[key]
-                items.append(((number, key), tuple(value) if type(value) is list else value))
+                items.append((_place(number, key), tuple(value) if type(value) is list else value))
         return items
 
     def get(self, key: Any) -> Any:

@@ -56,6 +56,10 @@ class StateGuard:
         self._wholes = list(wholes)
         self._state_keys = list(state_keys)
         self._names = [names for keys in self._state_keys for _, names in keys.filled]
+        self._counts = list(map(len, self._names))
+        found = sum(isinstance(reference, OptimizerReference) for reference, _ in self._expected)
+        self._are_all_held = found == sum(self._counts)
+        """Whether no entry of a parameter that has state is anything but one of these tensors."""
         self._check = LayoutCheck()
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
@@ -78,7 +82,11 @@ class StateGuard:
             # In the usual case a few passes over all at once decide.
             if (
                 entries is not None
-                and all(map(operator.eq, map(dict.keys, entries), self._names))
+                and (
+                    list(map(len, entries)) == self._counts
+                    if self._are_all_held
+                    else all(map(operator.eq, map(dict.keys, entries), self._names))
+                )
                 and not any(map(_count_failure, self._state_keys))
             ):
                 if self._check.passes(held):

@@ -48,12 +48,13 @@ class StateLookup:
         for optimizer, place in named:
             parameters.setdefault((id(optimizer), id(place)), (optimizer, place))
         places = {key: place for place, key in enumerate(parameters)}
-        self._runs: list[tuple[Any, list[Callable[[], Any]]]] = []
-        """Each optimizer with parameters that follow one another."""
-        for optimizer, place in parameters.values():
-            if not self._runs or self._runs[-1][0] is not optimizer:
-                self._runs.append((optimizer, []))
-            self._runs[-1][1].append(getter(place))
+        self.places = [place for _, place in parameters.values()]
+        """Of the parameters."""
+        self._runs: list[tuple[Any, int]] = []
+        """Each optimizer with the number of parameters that follow one another."""
+        for optimizer, _ in parameters.values():
+            before = self._runs.pop()[1] if self._runs and self._runs[-1][0] is optimizer else 0
+            self._runs.append((optimizer, before + 1))
         self._groups: list[tuple[int, Callable[[Any], Sequence[Any]]]] = []
         """References of one parameter that follow one another: its place, and what takes their
         entries."""
@@ -63,15 +64,19 @@ class StateLookup:
         for place, group in by_parameter:
             self._groups.append((place, picker([one.key for one in group])))
 
-    def of_parameters(self) -> list[Any]:
+    def of_parameters(self, held: Sequence[Any]) -> list[Any]:
         """What optimizers keep of each parameter, each once; None where they keep nothing.
+
+        Args:
+            held: what `places` hold.
 
         Raises:
             TypeError: a parameter's place holds what cannot be a key.
         """
         found: list[Any] = []
-        for optimizer, getters in self._runs:
-            state, parameters = optimizer.state, [get() for get in getters]
+        waiting = iter(held)
+        for optimizer, count in self._runs:
+            state, parameters = optimizer.state, list(itertools.islice(waiting, count))
             # A step usually finds the parameters in their order, and hashing tensors takes longer.
             if len(state) == len(parameters) and all(map(operator.is_, state, parameters)):
                 found += state.values()

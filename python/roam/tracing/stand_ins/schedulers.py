@@ -100,8 +100,8 @@ class SteppedSchedulers:
 
 def check_schedulers(program: Program) -> None:
     """Refuses a scheduler that is stepped after a run if it may read what the step sets."""
-    places = (root_of(one.reference) for kind in _SETTING for one in program.of(kind))
-    sets = any(isinstance(place, _OF_VARIABLES) for place in places)
+    setting: list[Any] = [one for kind in _SETTING for one in program.of(kind)]
+    sets = any(isinstance(root_of(one.reference), _OF_VARIABLES) for one in setting)
     if sets and any([*_read_by(one.scheduler, set())] for one in program.of(StepScheduler)):
         raise CaptureError(
             "a function of a scheduler that the step steps may read what the step sets; call the scheduler's step() "
