@@ -203,9 +203,7 @@ class Values(Slots):
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
         live.node.is_numpys = function not in _GIVE_PYTHONS and any(map(is_of_numpy, operands))
-        self.program.calls.append(
-            Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
-        )
+        self._add_call(function, tuple(arguments), live.node.slot, (phase, source))
         self._calculated[form] = live
         return live
 
@@ -298,9 +296,7 @@ class Values(Slots):
         if is_integer and (known := self.known_value(slot)) is not None:
             return known
         live = self._live(is_integer, f".item() at {source}")
-        self.program.calls.append(
-            Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source)
-        )
+        self._add_call(func, (Ref(slot),), live.node.slot, (phase, source))
         return live
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -337,9 +333,7 @@ class Values(Slots):
         self, slot: int, answer: bool, phase: str, source: Source, by: Callable[..., None] = check
     ) -> None:
         """Has runs check a value."""
-        self.program.calls.append(
-            Call(by, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
-        )
+        self._add_call(by, (Ref(slot), answer), None, (phase, source), is_check=True)
 
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Refuses code that needs the value of a number from `origin`."""
@@ -446,15 +440,8 @@ class Values(Slots):
         """The results of a call whose shapes values decide, and the place and value of one of them,
         or None.
         """
-        asked = Call(
-            shape.ask,
-            self._recorded(shape.operands, call),
-            {},
-            (_ASKED,),
-            False,
-            call.phase,
-            call.source,
-        )
+        operands = self._recorded(shape.operands, call)
+        asked = Call(shape.ask, operands, {}, (_ASKED,), False, call.phase, call.source)
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None and self._has_code and shape.usual is not None:
@@ -475,16 +462,9 @@ class Values(Slots):
         holds.
         """
         sizes = packed.batch_sizes
-        phase, source = self.frames.here()
-        asked = Call(
-            contents_of,
-            (Ref(self._slot_of_argument(sizes, contents_of, source)),),
-            {},
-            (_ASKED,),
-            False,
-            phase,
-            source,
-        )
+        where = self.frames.here()
+        slot = self._slot_of_argument(sizes, contents_of, where[1])
+        asked = Call(contents_of, (Ref(slot),), {}, (_ASKED,), False, *where)
         answer = self._answered(self._guard(_ASKED, may_decide, asked))
         return (
             packed

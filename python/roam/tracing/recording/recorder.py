@@ -433,14 +433,11 @@ class Recorder(Values, TorchDispatchMode):
         """Records what a Python function does to a random generator, in the sequence of the random
         operators.
         """
-        phase, source = self.frames.here()
         index = len(self.program.calls)
         name = f"{function.__name__}_{index}"
         output = None if result is None else self._add_tensor(result, creator=index, name=name)
         references = self.references(arguments, function.__name__)
-        self.program.calls.append(
-            Call(function, references, {}, (output,), False, phase, source, random=True)
-        )
+        self._add_call(function, references, output, self.frames.here(), random=True)
 
     def _draw(self, call: Call, arguments: tuple[Any, ...]) -> None:
         """Has the watch draw instead of a random operator."""
@@ -476,9 +473,7 @@ class Recorder(Values, TorchDispatchMode):
         index = len(self.program.calls)
         slot = self._add_tensor(fake, creator=index, name=f"tensor_{index}")
         self.literals.append((real, slot, source))
-        self.program.calls.append(
-            Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source)
-        )
+        self._add_call(aten.clone.default, (Ref(constant),), slot, (phase, source))
         # The fake mode remembers the literal's value and would answer `.item()` with it.
         fake.constant = None
         return fake
