@@ -293,10 +293,8 @@ class ObjectArraySpace(Space):
 
     def set(self, key: Any, value: Any) -> None:
         if self.holder.flat[key] is not value:
-            self.holder[self._unravel(key)] = value
-
-    def _unravel(self, place: int) -> Any:
-        return sys.modules["numpy"].unravel_index(place, self.holder.shape)
+            place = sys.modules["numpy"].unravel_index(key, self.holder.shape)
+            self.holder[place] = value
 
 
 def memory_of(array: Any) -> range:

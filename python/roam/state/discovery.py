@@ -130,6 +130,9 @@ _MOST_SPACES: Final = 1_000_000
 _MOST_UNREAD: Final = 50_000
 _MOST_UNREAD_BYTES: Final = 1 << 24
 
+_REPLACED: Final = (
+    type, types.ModuleType, torch.nn.RNNBase, torch.optim.Optimizer, torch.amp.GradScaler
+)  # fmt: skip
 _KEYS: Final[type] = type({}.keys())
 _VALUES: Final[type] = type({}.values())
 _ITEMS: Final[type] = type({}.items())
@@ -578,10 +581,8 @@ class _Walk:
         elif issubclass(kind, type):
             self._class(value, path)
         elif issubclass(kind, dict):
-            if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
-                self._fill(TensorKeyedSpace(value, path))
-            else:
-                self._fill(MappingSpace(value, path))
+            has_tensors = _holds_tensors(dict.__iter__(value))
+            self._fill((TensorKeyedSpace if has_tensors else MappingSpace)(value, path))
             for key in dict.__iter__(value):
                 if not issubclass(type(key), torch.Tensor):
                     self._enqueue(key, f"{path}.keys()")
@@ -594,7 +595,7 @@ class _Walk:
         ):
             self._enqueue(value.data, path)
         elif issubclass(kind, WeakIdKeyDictionary):
-            if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
+            if _holds_tensors(value.keys()):  # it iterates over nothing else
                 raise CaptureError(
                     f"{path} has tensors as keys, compared by identity, and the fake tensors of "
                     "capture have other identities; keep it in an ordinary dictionary",
@@ -827,7 +828,7 @@ class _Walk:
                 with self._in(None if self.holder is None else space.holder):
                     self._fill(space)
         self._dictionary(function, path)
-        self._globals(function, is_root)
+        self._globals(function)
 
     def _dictionary(self, value: object, path: str) -> None:
         """Enter the attributes of an object whose reads cannot be noted, such as a function: all of
@@ -844,7 +845,7 @@ class _Walk:
             if _holds_tensors(held for _, held in space.items()) and self._is_new(space.holder):
                 self._fill(space)
 
-    def _globals(self, function: types.FunctionType, is_root: bool) -> None:
+    def _globals(self, function: types.FunctionType) -> None:
         names, attributes = names_of(function.__code__)
         self.asks_seeds = self.asks_seeds or "initial_seed" in attributes
         is_used = self.edge is None or self.reads.is_narrow  # the rest may be unused
@@ -1142,18 +1143,8 @@ def _is_replaced(value: Any) -> bool:
     whose objects there may be more than the walk has met.
     """
     kind = type(value)
-    return issubclass(
-        kind,
-        (
-            type,
-            types.ModuleType,
-            torch.nn.RNNBase,
-            torch.optim.Optimizer,
-            torch.amp.GradScaler,
-        ),
-    ) or (
-        issubclass(kind, dict)
-        and any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value))
+    return issubclass(kind, _REPLACED) or (
+        issubclass(kind, dict) and _holds_tensors(dict.__iter__(value))
     )
 
 
@@ -1230,7 +1221,5 @@ def _holds_tensors(values: Iterable[object]) -> bool:
 
 
 def _is_numpy_generator(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(
-        kind, (numpy.random.Generator, numpy.random.RandomState)
-    )
+    numpys = getattr(sys.modules.get("numpy"), "random", None)
+    return numpys is not None and issubclass(kind, (numpys.Generator, numpys.RandomState))

@@ -34,6 +34,12 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
         return tensor.dtype
 
 
+def gradient_of(value: Any) -> torch.Tensor | None:
+    """The gradient of a tensor; None if it has none, as what is no tensor."""
+    # Asking a tensor that is no leaf for its gradient warns.
+    return value.grad if issubclass(type(value), torch.Tensor) and value.is_leaf else None
+
+
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """All of a tensor but its values, its memory, and what it is called."""
     hooks, post_hooks = hooks_of(tensor), gradient_hooks_of(tensor)
