@@ -937,34 +937,32 @@ class _Walk:
             if not issubclass(type(module), types.ModuleType) or id(module) in entered:
                 continue
             entered.add(id(module))
+            held = attributes_of(module)
+            taken = [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
             with self._in(None):
-                if is_library(attributes_of(module).get("__name__")):
-                    waiting += self._names_of_library(module, path, attributes)
+                if is_library(held.get("__name__")):
+                    self._names_of_library(module, path, taken)
                 else:
-                    waiting += self._names_of_module(module, path, attributes)
+                    self._names_of_module(module, path, attributes)
+            waiting += taken
 
     def _names_of_library(
-        self, module: types.ModuleType, path: str, attributes: frozenset[str]
-    ) -> list[tuple[Any, str]]:
+        self, module: types.ModuleType, path: str, taken: list[tuple[Any, str]]
+    ) -> None:
         """Enter what the user's code may set of a library's module, and of functions and classes
-        that it takes from there. Returns the modules among what it takes, each with its path.
+        that it takes from there, each with its path.
         """
-        held = attributes_of(module)
         self._by_name(module, path)
-        found = [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
-        for value, where in found:
+        for value, where in taken:
             if type(value) is types.FunctionType:
                 self._dictionary(value, where)
             elif issubclass(type(value), type) and takes_attributes(value):
                 self._by_name(value, where)
-        return found
 
     def _names_of_module(
         self, module: types.ModuleType, path: str, attributes: frozenset[str]
-    ) -> list[tuple[Any, str]]:
-        """Enter these names of a module, there or not. Returns what they hold, each with its
-        path.
-        """
+    ) -> None:
+        """Enter these names of a module, there or not."""
         held = attributes_of(module)
         if not attributes <= held.keys():
             self._enqueue(held.get("__getattr__"), f"{path}.__getattr__")
@@ -972,7 +970,6 @@ class _Walk:
         if names := sorted(attributes - entered):
             entered.update(names)
             self._fill(AttributesSpace(held, names, path, label=child))
-        return [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
 
     def _class_of_kind(self, kind: type) -> None:
         """Enter the class of an object, whose methods the step may call."""

@@ -458,27 +458,27 @@ class Slots:
         """What a run puts together at `place` after the step for a distributed tensor, or a
         wrapper; None for any other.
         """
-        if is_wrapper(tensor):
-            if id(tensor) not in self._joined:
-                if tensor.requires_grad:
-                    raise CaptureError(
-                        f"the step leaves at {place} a {type(tensor).__name__} that requires a gradient; detach it",
-                        code="subclass",
-                    )  # fmt: skip
-                self._joined[id(tensor)] = tensor, Joined(checked_form(tensor, place))
+        if id(tensor) in self._joined:
             return self._joined[id(tensor)][1]
-        if not is_dtensor(tensor):
-            return None
-        if id(tensor) not in self._joined:
-            layout = layout_of(tensor)
-            if holds_mask(layout):
+        if is_wrapper(tensor):
+            if tensor.requires_grad:
+                raise CaptureError(
+                    f"the step leaves at {place} a {type(tensor).__name__} that requires a gradient; detach it",
+                    code="subclass",
+                )  # fmt: skip
+            made = Joined(checked_form(tensor, place))
+        elif is_dtensor(tensor):
+            made = Joined(layout_of(tensor))
+            if holds_mask(made.layout):
                 raise CaptureError(
                     f"the step leaves at {place} a DTensor whose placement holds a mask, like the "
                     "result of an embedding whose rows are split; redistribute it in the step",
                     code="dtensor",
                 )
-            self._joined[id(tensor)] = tensor, Joined(layout)
-        return self._joined[id(tensor)][1]
+        else:
+            return None
+        self._joined[id(tensor)] = tensor, made
+        return made
 
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the

@@ -39,8 +39,8 @@ from roam.tracing.numbers.dynamic_shapes import Decided, contents_of, shape_refu
 from roam.tracing.numbers.rng import Watch
 from roam.tracing.numbers.scalar_guards import (
     CHANCE,
+    MayAsk,
     Slices,
-    add_guard,
     may_be_asked,
     may_be_fixed,
     may_decide,
@@ -61,10 +61,6 @@ _STAYS = (
 """What to do about a value that Python must not see."""
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
-
-
-MayAsk = Callable[[Any, Program, int], bool]
-"""Whether a computed guard may look at what a reference holds in a slot."""
 
 
 def _nothing(reference: Any, program: Program, slot: int) -> bool:
@@ -95,7 +91,6 @@ class Values(Slots):
         """Plain numbers that stand for live ones on their way to an operator of others."""
         self._slices = Slices(self.program)
         self._number_of = number_of
-        self._forms: dict[str, ComputedGuard] = {}
         self._fills_empty = False
         """Whether C++ code that makes an uninitialized tensor writes to it, too."""
         self._lacks_cuda = not torch.cuda.is_available()
@@ -385,13 +380,7 @@ class Values(Slots):
     def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
         references = {number: reference for reference, number in self.program.referenced}
         _, source = self.frames.here()
-        return self._slices.guard(
-            slot,
-            references,
-            lambda reference, number: may_ask(reference, self.program, number),
-            source,
-            asked,
-        )
+        return self._slices.guard(slot, references, may_ask, source, asked)
 
     def _answered(self, guard: ComputedGuard | None) -> Any:
         """A guard's answer, for which the program then holds; None if there is none."""
@@ -402,10 +391,10 @@ class Values(Slots):
         except Exception as error:
             # The step's code may catch it, as it does in eager PyTorch.
             if guard.inputs:
-                add_guard(self.program, self._forms, guard, type(error))
+                self._slices.add(guard, type(error))
             raise
         if guard.inputs and answer is not None:
-            add_guard(self.program, self._forms, guard, answer)
+            self._slices.add(guard, answer)
         elif any(
             self._number_of(reference) is MISSING
             for reference in guard.uses[0]

@@ -74,6 +74,9 @@ compilers.
 """
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
+_runs_itself = functools.cache(is_wrapper_subclass)
+"""Whether tensors of a class run operators by others on plain tensors: wrappers, distributed ones,
+and results of collectives that may not have been waited for."""
 _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which "
     "capture cannot see; use torch.manual_seed, torch.set_rng_state or torch.random.fork_rng"
@@ -577,14 +580,6 @@ class Recorder(Values, TorchDispatchMode):
             raise CaptureError(_SET_UNSEEN, code="generator_state")
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
-
-
-@functools.cache
-def _runs_itself(kind: type) -> bool:
-    """Whether tensors of a class run operators by others on plain tensors: wrappers, distributed
-    ones, and results of collectives that may not have been waited for.
-    """
-    return is_wrapper_subclass(kind)
 
 
 def _inference_left(tensors: list[Any]) -> AbstractContextManager[Any]:
