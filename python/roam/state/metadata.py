@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import Misfit, changed, same, show
-from roam.state.wrappers import guarded_form, has_inner, is_wrapper
+from roam.state.wrappers import Form, has_inner, is_wrapper, parts_of
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
@@ -124,7 +124,7 @@ def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     of a wrapper its form, and the metadata of its inner tensors; None for any other.
     """
     if is_wrapper(tensor):
-        return guarded_form(tensor, metadata_of)
+        return Form.of(tensor).kept(), *map(metadata_of, parts_of(tensor))
     if not is_dtensor(tensor):
         return None
     local = local_of(tensor)
