@@ -87,8 +87,9 @@ class _NoBatch(Exception):
     """An object is too large for a batch, or holds what is trained."""
 
 
+@dataclass(slots=True, eq=False)
 class Parts:
-    """What an object is made of.
+    """What an object is made of: nothing, if it has been taken apart at another place already.
 
     Attributes:
         shape: equal for two objects that differ only in the values of their parts.
@@ -97,21 +98,16 @@ class Parts:
         objects: what has been opened: the object itself, and objects and containers inside it.
     """
 
-    def __init__(self, value: Any, path: str = "") -> None:
-        self.value = value
-        self.places: list[Place] = []
-        self.spaces: list[Space] = []
-        self.objects: list[Any] = []
-        self._seen: dict[int, int] = {}
-        self.shape = self._opened(value, path, None)
+    value: Any
+    shape: Any = None
+    places: list[Place] = field(default_factory=list)
+    spaces: list[Space] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    _seen: dict[int, int] = field(default_factory=dict)
 
-    @classmethod
-    def again(cls, value: Any) -> Parts:
-        """No parts, for an object that has been taken apart at another place already."""
-        parts = cls.__new__(cls)
-        parts.value, parts.shape, parts.places, parts.spaces = value, None, [], []
-        parts.objects = []
-        return parts
+    def open(self, path: str) -> None:
+        """Takes the object apart."""
+        self.shape = self._opened(self.value, path, None)
 
     def values(self) -> list[Any]:
         """The parts."""
@@ -174,10 +170,12 @@ def parts_of(value: Any, path: str = "") -> Parts | None:
     """What an object is made of. None if the object is no batch: it holds too many values, or a
     model, an optimizer, a scheduler, or a scaler.
     """
+    parts = Parts(value)
     try:
-        return Parts(value, path)
+        parts.open(path)
     except _NoBatch:
         return None
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +282,7 @@ class Taker:
         first: dict[int, int] = {}
         for index, (keys, leaf) in enumerate(leaves_and_paths):
             if id(leaf) in first:
-                parts, shape = Parts.again(leaf), ("again", first[id(leaf)])
+                parts, shape = Parts(leaf), ("again", first[id(leaf)])
             elif is_opened(self.opened, keys, leaf) and (own := parts_of(leaf)) is not None:
                 parts, shape = own, own.shape
                 first[id(leaf)] = index

@@ -284,7 +284,7 @@ def _named(
     """(path, holder, name) of each function, class and module that code could take from its
     globals, and from modules among them; of modules of libraries, everything of these kinds.
     """
-    found = list(_names_in(code))
+    found = [name for part in nested_code(code) for name in part.co_names]
     waiting, seen = [(str(names.get("__name__")), names, 0)], {id(names)}
     while waiting:
         path, holder, depth = waiting.pop()
@@ -301,13 +301,6 @@ def _named(
             ):
                 seen.add(id(held))
                 waiting.append((str(held.get("__name__")), held, depth + 1))
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 def _classes_of(reach: Reach) -> Iterator[type]:

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 
 from roam.state.equality import MISSING
-from roam.state.spaces import Items, Place, Space
+from roam.state.spaces import Items, NamedSpace, Place, Space
 
 
 class MappingSpace(Space):
@@ -261,7 +261,7 @@ class SetSpace(Space):
                 return
 
 
-class FactorySpace(Space):
+class FactorySpace(NamedSpace):
     """What a `defaultdict` calls for an entry that is not there."""
 
     __slots__ = ()
@@ -271,9 +271,6 @@ class FactorySpace(Space):
 
     def put(self, items: Items) -> None:
         self.holder.default_factory = items[0][1]
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
 
 
 class ObjectArraySpace(Space):
@@ -293,10 +290,8 @@ class ObjectArraySpace(Space):
 
     def set(self, key: Any, value: Any) -> None:
         if self.holder.flat[key] is not value:
-            self.holder[self._unravel(key)] = value
-
-    def _unravel(self, place: int) -> Any:
-        return sys.modules["numpy"].unravel_index(place, self.holder.shape)
+            place = sys.modules["numpy"].unravel_index(key, self.holder.shape)
+            self.holder[place] = value
 
 
 def memory_of(array: Any) -> range:
@@ -308,7 +303,7 @@ def memory_of(array: Any) -> range:
     return range(start, start + end if array.size else start)
 
 
-class ArraySpace(Space):
+class ArraySpace(NamedSpace):
     """The shape, dtype and bytes of a NumPy array."""
 
     __slots__ = ()
@@ -326,6 +321,3 @@ class ArraySpace(Space):
         values = dict(items)["values"]
         if self.holder.tobytes() != values:
             self.holder[...] = np.frombuffer(values, self.holder.dtype).reshape(self.holder.shape)
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"

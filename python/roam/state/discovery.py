@@ -130,6 +130,9 @@ _MOST_SPACES: Final = 1_000_000
 _MOST_UNREAD: Final = 50_000
 _MOST_UNREAD_BYTES: Final = 1 << 24
 
+_REPLACED: Final = (
+    type, types.ModuleType, torch.nn.RNNBase, torch.optim.Optimizer, torch.amp.GradScaler
+)  # fmt: skip
 _KEYS: Final[type] = type({}.keys())
 _VALUES: Final[type] = type({}.values())
 _ITEMS: Final[type] = type({}.items())
@@ -578,10 +581,8 @@ class _Walk:
         elif issubclass(kind, type):
             self._class(value, path)
         elif issubclass(kind, dict):
-            if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
-                self._fill(TensorKeyedSpace(value, path))
-            else:
-                self._fill(MappingSpace(value, path))
+            has_tensors = _holds_tensors(dict.__iter__(value))
+            self._fill((TensorKeyedSpace if has_tensors else MappingSpace)(value, path))
             for key in dict.__iter__(value):
                 if not issubclass(type(key), torch.Tensor):
                     self._enqueue(key, f"{path}.keys()")
@@ -594,7 +595,7 @@ class _Walk:
         ):
             self._enqueue(value.data, path)
         elif issubclass(kind, WeakIdKeyDictionary):
-            if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
+            if _holds_tensors(value.keys()):  # it iterates over nothing else
                 raise CaptureError(
                     f"{path} has tensors as keys, compared by identity, and the fake tensors of "
                     "capture have other identities; keep it in an ordinary dictionary",
@@ -827,7 +828,7 @@ class _Walk:
                 with self._in(None if self.holder is None else space.holder):
                     self._fill(space)
         self._dictionary(function, path)
-        self._globals(function, is_root)
+        self._globals(function)
 
     def _dictionary(self, value: object, path: str) -> None:
         """Enter the attributes of an object whose reads cannot be noted, such as a function: all of
@@ -844,7 +845,7 @@ class _Walk:
             if _holds_tensors(held for _, held in space.items()) and self._is_new(space.holder):
                 self._fill(space)
 
-    def _globals(self, function: types.FunctionType, is_root: bool) -> None:
+    def _globals(self, function: types.FunctionType) -> None:
         names, attributes = names_of(function.__code__)
         self.asks_seeds = self.asks_seeds or "initial_seed" in attributes
         is_used = self.edge is None or self.reads.is_narrow  # the rest may be unused
@@ -936,34 +937,32 @@ class _Walk:
             if not issubclass(type(module), types.ModuleType) or id(module) in entered:
                 continue
             entered.add(id(module))
+            held = attributes_of(module)
+            taken = [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
             with self._in(None):
-                if is_library(attributes_of(module).get("__name__")):
-                    waiting += self._names_of_library(module, path, attributes)
+                if is_library(held.get("__name__")):
+                    self._names_of_library(module, path, taken)
                 else:
-                    waiting += self._names_of_module(module, path, attributes)
+                    self._names_of_module(module, path, attributes)
+            waiting += taken
 
     def _names_of_library(
-        self, module: types.ModuleType, path: str, attributes: frozenset[str]
-    ) -> list[tuple[Any, str]]:
+        self, module: types.ModuleType, path: str, taken: list[tuple[Any, str]]
+    ) -> None:
         """Enter what the user's code may set of a library's module, and of functions and classes
-        that it takes from there. Returns the modules among what it takes, each with its path.
+        that it takes from there, each with its path.
         """
-        held = attributes_of(module)
         self._by_name(module, path)
-        found = [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
-        for value, where in found:
+        for value, where in taken:
             if type(value) is types.FunctionType:
                 self._dictionary(value, where)
             elif issubclass(type(value), type) and takes_attributes(value):
                 self._by_name(value, where)
-        return found
 
     def _names_of_module(
         self, module: types.ModuleType, path: str, attributes: frozenset[str]
-    ) -> list[tuple[Any, str]]:
-        """Enter these names of a module, there or not. Returns what they hold, each with its
-        path.
-        """
+    ) -> None:
+        """Enter these names of a module, there or not."""
         held = attributes_of(module)
         if not attributes <= held.keys():
             self._enqueue(held.get("__getattr__"), f"{path}.__getattr__")
@@ -971,7 +970,6 @@ class _Walk:
         if names := sorted(attributes - entered):
             entered.update(names)
             self._fill(AttributesSpace(held, names, path, label=child))
-        return [(held[name], f"{path}.{name}") for name in sorted(attributes & held.keys())]
 
     def _class_of_kind(self, kind: type) -> None:
         """Enter the class of an object, whose methods the step may call."""
@@ -1142,18 +1140,8 @@ def _is_replaced(value: Any) -> bool:
     whose objects there may be more than the walk has met.
     """
     kind = type(value)
-    return issubclass(
-        kind,
-        (
-            type,
-            types.ModuleType,
-            torch.nn.RNNBase,
-            torch.optim.Optimizer,
-            torch.amp.GradScaler,
-        ),
-    ) or (
-        issubclass(kind, dict)
-        and any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value))
+    return issubclass(kind, _REPLACED) or (
+        issubclass(kind, dict) and _holds_tensors(dict.__iter__(value))
     )
 
 
@@ -1230,7 +1218,5 @@ def _holds_tensors(values: Iterable[object]) -> bool:
 
 
 def _is_numpy_generator(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(
-        kind, (numpy.random.Generator, numpy.random.RandomState)
-    )
+    numpys = getattr(sys.modules.get("numpy"), "random", None)
+    return numpys is not None and issubclass(kind, (numpys.Generator, numpys.RandomState))

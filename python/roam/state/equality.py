@@ -9,7 +9,7 @@ import operator
 import struct
 import sys
 import types
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Final, Literal
 
 import torch
@@ -159,7 +159,12 @@ def same_elements(expected: Any, value: Any) -> bool:
     """Whether two sets hold the same elements in the same order: a step may go through them. Plain
     ones are compared by type and value, others by identity.
     """
-    return len(expected) == len(value) and all(map(same, expected, value))
+    return are_all(same, expected, value)
+
+
+def are_all(test: Callable[[Any, Any], bool], ones: Any, others: Any) -> bool:
+    """Whether two sequences are of one length, and a test holds for what is in the same places."""
+    return len(ones) == len(others) and all(map(test, ones, others))
 
 
 def pattern(values: Iterable[Hashable]) -> list[int]:

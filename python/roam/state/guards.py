@@ -42,6 +42,7 @@ from roam.state.containers import (
 from roam.state.equality import (
     MISSING,
     Misfit,
+    are_all,
     changed,
     is_numpy_array,
     is_plain,
@@ -51,12 +52,12 @@ from roam.state.equality import (
     show,
 )
 from roam.state.global_state import AMBIENT
-from roam.state.metadata import Table, metadata_change, metadata_of, storages_of
+from roam.state.metadata import Table, gradient_of, metadata_change, metadata_of, storages_of
 from roam.state.namespaces import CellSpace, FunctionSpace, NamesSpace
 from roam.state.nests import containers_in, pattern_of
 from roam.state.reach import Reach
 from roam.state.sizes import Symbols
-from roam.state.spaces import Items, Space, is_under
+from roam.state.spaces import Items, Space, are_identical, is_under
 from roam.state.step_call import StepCall
 from roam.state.value_stand_ins import is_left_by_tokenizer
 from roam.torch_compat.private import FakeTensor, dict_versions
@@ -177,10 +178,7 @@ class Guards:
                     (slot.path, slot.space, slot.key, metadata_of(slot.tensor))
                 )
         self._fixed_tensors = [tensor for _, tensor, _ in self._fixed]
-        tensors = [
-            *self._fixed_tensors,
-            *[space.get(key) for _, space, key, _ in self._replaceable],
-        ]
+        tensors = [*self._fixed_tensors, *self._values_now()]
         self._table = Table(tensors)
         self._registered = -1  # nobody has looked for hooks
         # Another tensor in a place may have none, as fake ones have none.
@@ -197,7 +195,9 @@ class Guards:
         self._identities = self._identities_among(tensors)
         self._optimizers = [optimizer for _, optimizer in reach.optimizers]
         self._shared_groups = self._group_pattern()
-        self._first_places = _first_places(self._storages)
+        self.storage_indices = _first_places(self._storages)
+        """The storages of all guarded tensors, as they were when `failure` last found nothing, each
+        with the place of its first tensor in a fixed order."""
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
         self._nodes = NodeHooks(
             leaves_of(slot for slot in reach.slots if slot.kind != "argument"),
@@ -253,22 +253,13 @@ class Guards:
         )
         return values, len(self._fixed) + len(self._replaceable), len(self._ambient)
 
-    def storage_indices(self) -> dict[int, int]:
-        """The storages of all guarded tensors, as they were when `failure` last found nothing, each
-        with the place of its first tensor in a fixed order.
-        """
-        return self._first_places
-
     def object_place_of(self, value: object) -> int:
         """The place of an object or container among all guarded ones, in a fixed order, or -1."""
         return self._object_places.get(id(value), -1)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor among all guarded ones, in a fixed order, or -1."""
-        tensors = [
-            *self._fixed_tensors,
-            *(space.get(key) for _, space, key, _ in self._replaceable),
-        ]
+        tensors = [*self._fixed_tensors, *self._values_now()]
         return next((place for place, one in enumerate(tensors) if one is tensor), -1)
 
     def stands_for(self, other: Guards) -> bool:
@@ -277,16 +268,12 @@ class Guards:
         """
         checks, others = self._checks(), other._checks()
         return (
-            len(checks) == len(others)
-            and all(map(_SpaceCheck.expects_the_same, checks, others))
-            and len(self._fixed) == len(other._fixed)
-            and all(
-                one is two and old == new
-                for (_, one, old), (_, two, new) in zip(self._fixed, other._fixed, strict=True)
-            )
+            are_all(_SpaceCheck.expects_the_same, checks, others)
+            and are_all(operator.is_, self._fixed_tensors, other._fixed_tensors)
+            and [old for *_, old in self._fixed] == [new for *_, new in other._fixed]
             and len(self._replaceable) == len(other._replaceable)
             and all(
-                _holder(one) is _holder(two) and same(key, other_key) and old == new
+                one.holder is two.holder and same(key, other_key) and old == new
                 for (_, one, key, old), (_, two, other_key, new) in zip(
                     self._replaceable, other._replaceable, strict=True
                 )
@@ -294,14 +281,16 @@ class Guards:
             and self._aliasing == other._aliasing
             and self._identities == other._identities
             and self._shared_groups == other._shared_groups
-            and len(self._shapes) == len(other._shapes)
-            and all(map(operator.is_, self._shapes, other._shapes))
-            and len(self._growing) == len(other._growing)
-            and all(map(operator.is_, self._growing, other._growing))
+            and are_all(operator.is_, self._shapes, other._shapes)
+            and are_all(operator.is_, self._growing, other._growing)
             and self._nodes.watches_the_same(other._nodes)
             and self._reliance.covers(other._reliance)
             and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
         )  # fmt: skip
+
+    def _values_now(self) -> list[Any]:
+        """What is in the places of tensors that may be replaced."""
+        return [space.get(key) for _, space, key, _ in self._replaceable]
 
     def _checks(self) -> list[_SpaceCheck]:
         return [*self._bulk.checks, *self._bulk.named, *self._single]
@@ -345,9 +334,10 @@ class Guards:
     def _tensor_failure(self) -> Misfit | None:
         if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
             return Misfit("the optimizers do not share groups as before")
-        values = [space.get(key) for _, space, key, _ in self._replaceable]
+        values = self._values_now()
+        tensors = [*self._fixed_tensors, *values]
         are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
-        tensors, registered = [*self._fixed_tensors, *values], hooks_registered()
+        registered = hooks_registered()
         are_unhooked = not values and registered == self._registered
         if not (are_tensors and self._table.fits(tensors, are_unhooked=are_unhooked)):
             failure = self._metadata_failure()
@@ -361,7 +351,7 @@ class Guards:
                 if pattern(storages) != self._aliasing:
                     return Misfit("the tensors that the step reaches do not share memory as before")
                 self._storages = storages
-                self._first_places = _first_places(storages)
+                self.storage_indices = _first_places(storages)
             self._addresses = addresses
         if self._sharing and self._identities_among(tensors) != self._identities:
             return Misfit(
@@ -445,7 +435,7 @@ class _SpaceCheck:
         """
         return (
             type(self.space) is type(other.space)
-            and _holder(self.space) is _holder(other.space)
+            and self.space.holder is other.space.holder
             and self.ignored == other.ignored
             and len(self.expected) == len(other.expected)
             and all(
@@ -552,11 +542,7 @@ def _first_failure(checks: Iterable[_SpaceCheck]) -> Misfit | None:
     are expected to hold these from now on.
     """
     for check in checks:
-        items = check.space.items()
-        if len(items) != len(check.expected) or not all(
-            key is old and value is expected
-            for (key, value), (old, expected) in zip(items, check.expected, strict=True)
-        ):
+        if not are_identical(check.space.items(), check.expected):
             reason = check.failure()
             if reason is not None:
                 return reason
@@ -611,13 +597,7 @@ class _Functions:
         self._known -= {
             id(check)
             for check in self._all
-            if id(check) in self._known
-            and not all(
-                value is expected
-                for (_, value), (_, expected) in zip(
-                    check.space.items(), check.expected, strict=True
-                )
-            )
+            if id(check) in self._known and not are_identical(check.space.items(), check.expected)
         }
         self._arrange()
 
@@ -879,7 +859,7 @@ class ArgGuard:
         """
         tensors = [leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
         storages = storages_of(tensors)
-        owned = self._guards.storage_indices() if self._guards else {}
+        owned = self._guards.storage_indices if self._guards else {}
         owners = [owned.get(storage, -1) for storage in storages]
         same_tensors = pattern(list(map(id, tensors))) if len(set(storages)) < len(storages) else []
         held = [
@@ -918,7 +898,7 @@ class _Leaf:
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    gradient = tensor.grad if tensor.is_leaf else None
+    gradient = gradient_of(tensor)
     return None if gradient is None else metadata_of(gradient)
 
 
@@ -938,10 +918,6 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
     optimizers hold it.
     """
     return issubclass(type(tensor), torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-
-
-def _holder(space: Space) -> Any:
-    return space.holder
 
 
 def _first_places(storages: list[int]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from roam.state.equality import is_numpy_float
-from roam.state.sizes import calculated, is_size
+from roam.state.sizes import Node, calculated, is_size, kind_of
 from roam.state.trace_context import TraceContext
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ LOOK_UP: Final = (
 """What to write for an index that changes from call to call."""
 
 
-class LiveNode:
+class LiveNode(Node):
     """What C++ carries through a kernel's arguments in place of the number; see
     `torch.SymFloat.node`.
 
@@ -41,39 +41,21 @@ class LiveNode:
             and of which PyTorch makes tensors of float64.
     """
 
-    __slots__ = ("is_integer_value", "is_numpys", "origin", "slot", "trace")
+    __slots__ = ("is_numpys", "kind", "origin", "slot", "trace")
 
-    def __init__(self, trace: TraceContext, slot: int, is_integer_value: bool, origin: str) -> None:
+    def __init__(self, trace: TraceContext, slot: int, is_integer: bool, origin: str) -> None:
         self.trace = trace
         self.slot = slot
-        self.is_integer_value = is_integer_value
+        self.kind = "i" if is_integer else "f"
         self.is_numpys = False
         self.origin = origin
-
-    def is_int(self) -> bool:
-        return self.is_integer_value
-
-    def is_float(self) -> bool:
-        return not self.is_integer_value
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_constant(self) -> bool:
-        return False
 
     def has_hint(self) -> bool:
         return False
 
     def maybe_as_int(self) -> int | None:
         """Asked before a number becomes an `int` of an operator's."""
-        return self.trace.handed_on(self.number()) if self.is_integer_value else None
+        return self.trace.handed_on(self.number()) if self.is_int() else None
 
     def maybe_as_float(self) -> None:
         return None
@@ -122,7 +104,7 @@ class LiveNode:
 
     def number(self) -> Any:
         """The live number that has this node."""
-        return (LiveInt if self.is_integer_value else LiveFloat)(self)
+        return (LiveInt if self.is_int() else LiveFloat)(self)
 
     guard_int = guard_float = _given
     int_ = _value
@@ -137,33 +119,16 @@ class LiveNode:
     _graph_repr = str
 
 
-class FixedNode:
+class FixedNode(Node):
     """A number for whose value a plan holds, in the form with which code in C++ calculates."""
 
-    __slots__ = ("value",)
+    __slots__ = ("kind", "value")
 
     def __init__(self, value: Any) -> None:
+        self.kind = kind_of(value)
         self.value = value
 
-    def is_int(self) -> bool:
-        return type(self.value) is int
-
-    def is_float(self) -> bool:
-        return type(self.value) is float
-
-    def is_bool(self) -> bool:
-        return type(self.value) is bool
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return False
-
     def is_constant(self) -> bool:
-        return True
-
-    def has_hint(self) -> bool:
         return True
 
     def _value(self, *_: object) -> Any:

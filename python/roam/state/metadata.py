@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import Misfit, changed, same, show
-from roam.state.wrappers import guarded_form, has_inner, is_wrapper
+from roam.state.wrappers import Form, has_inner, is_wrapper, parts_of
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
@@ -32,6 +32,12 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
         return tensor.grad_dtype
     except RuntimeError:  # PyTorch 2.11 tells it of leaves only; of others, nobody can set it
         return tensor.dtype
+
+
+def gradient_of(value: Any) -> torch.Tensor | None:
+    """The gradient of a tensor; None if it has none, as what is no tensor."""
+    # Asking a tensor that is no leaf for its gradient warns.
+    return value.grad if issubclass(type(value), torch.Tensor) and value.is_leaf else None
 
 
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -118,7 +124,7 @@ def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     of a wrapper its form, and the metadata of its inner tensors; None for any other.
     """
     if is_wrapper(tensor):
-        return guarded_form(tensor, metadata_of)
+        return Form.of(tensor).kept(), *map(metadata_of, parts_of(tensor))
     if not is_dtensor(tensor):
         return None
     local = local_of(tensor)

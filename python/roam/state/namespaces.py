@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from roam.state.classes import dictionary_of, mro_of
 from roam.state.equality import MISSING
-from roam.state.spaces import Items, Space
+from roam.state.spaces import Items, NamedSpace, Space
 
 
 class VariableSpace(Space):
@@ -48,7 +48,7 @@ class VariableSpace(Space):
         return f"{self.path}.get()"
 
 
-class PartialSpace(Space):
+class PartialSpace(NamedSpace):
     """The positional arguments of a `functools.partial`."""
 
     __slots__ = ()
@@ -60,9 +60,6 @@ class PartialSpace(Space):
         if value is not self.holder.args:
             held: Any = self.holder
             held.__setstate__((held.func, value, held.keywords, held.__dict__))
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.args"
 
 
 class CellSpace(Space):
@@ -186,7 +183,7 @@ class SlotsSpace(Space):
             slot.__delete__(self.holder)
 
 
-class FunctionSpace(Space):
+class FunctionSpace(NamedSpace):
     """What a function object holds besides its closure: its code and its defaults."""
 
     __slots__ = ()
@@ -198,9 +195,6 @@ class FunctionSpace(Space):
     def put(self, items: Items) -> None:
         for key, value in items:
             setattr(self.holder, key, value)
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
 
 
 class DefaultsSpace(Space):

@@ -4,6 +4,7 @@ shared memory, pandas' tables, options of collectives.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import string
 import sys
@@ -85,19 +86,16 @@ def _options(options: Any) -> tuple[str, ...]:
 Reader = Callable[[Any], Any]
 Writer = Callable[[Any, Any], object]
 
+
+def _attribute(name: str) -> tuple[Reader, Writer]:
+    return operator.attrgetter(name), lambda holder, value: setattr(holder, name, value)
+
+
 _READERS: Final[tuple[tuple[type, Reader, Writer], ...]] = (
-    (BaseException, lambda error: error.args, lambda error, args: setattr(error, "args", args)),
+    (BaseException, *_attribute("args")),
     (threading.Event, threading.Event.is_set, _set_event),
-    (
-        threading.Semaphore,
-        lambda semaphore: semaphore._value,
-        lambda semaphore, value: setattr(semaphore, "_value", value),
-    ),
-    (
-        string.Template,
-        lambda template: template.template,
-        lambda template, text: setattr(template, "template", text),
-    ),
+    (threading.Semaphore, *_attribute("_value")),
+    (string.Template, *_attribute("template")),
 )
 _OF_MODULES: Final[tuple[tuple[str, str, Reader, Writer | None], ...]] = (
     ("logging", "Logger", _logger, _set_logger),

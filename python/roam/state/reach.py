@@ -125,14 +125,10 @@ class Reach:
 
     def edge_to(self, path: str) -> Edge | None:
         """By which attribute the value at a path, or what holds it, can be left out."""
-        return next(
-            (
-                self.edges[known]
-                for known in sorted(self.edges, key=len, reverse=True)
-                if is_under(path, (known,))
-            ),
-            None,
+        found = max(
+            (known for known in self.edges if is_under(path, (known,))), key=len, default=""
         )
+        return self.edges.get(found)
 
     def faked(self) -> list[Any]:
         """Everything that a trace replaces by fakes or live numbers, or runs in another way. It is

@@ -17,6 +17,7 @@ import torch
 
 from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING, is_numpy_float
+from roam.state.metadata import gradient_of
 from roam.state.nests import as_tuple
 from roam.state.optimizer_spaces import is_live_number
 from roam.state.reach import Reach
@@ -25,17 +26,12 @@ from roam.state.wrappers import inner, is_wrapper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlaceReference:
-    """A place that the step's function can reach: a module's table, an attribute, a closure cell, a
-    global, a list.
-    """
+class _SpaceReference:
+    """A key of a space."""
 
     space: Space
     key: Any
     path: str
-    kind: str
-    tied: bool
-    """Whether an earlier place holds the same tensor; that one is asked at run time."""
 
     def get(self) -> Any:
         return self.space.get(self.key)
@@ -45,21 +41,23 @@ class PlaceReference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttributeReference:
+class PlaceReference(_SpaceReference):
+    """A place that the step's function can reach: a module's table, an attribute, a closure cell, a
+    global, a list.
+    """
+
+    kind: str
+    tied: bool
+    """Whether an earlier place holds the same tensor; that one is asked at run time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributeReference(_SpaceReference):
     """An attribute that the step sets before it looks at it, so that what it holds before does not
     matter.
     """
 
-    space: Space
-    key: str
-    path: str
     kind: str = "output"
-
-    def get(self) -> Any:
-        return self.space.get(self.key)
-
-    def set(self, value: Any) -> None:
-        self.space.set(self.key, value)
 
     def put_last(self) -> None:
         """Makes it the last of its object's attributes."""
@@ -402,8 +400,5 @@ def scaler_references(reach: Reach) -> Iterator[ScalerReference]:
 def gradient_references(places: list[PlaceReference]) -> Iterator[GradientReference]:
     """The gradients that exist now."""
     for reference in places:
-        tensor = (
-            reference.get()
-        )  # a step may have removed it, and asking one that is no leaf for its gradient warns
-        if issubclass(type(tensor), torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
+        if gradient_of(reference.get()) is not None:  # of none, if a step has removed the tensor
             yield GradientReference(reference, f"{reference.path}.grad")

@@ -177,7 +177,7 @@ class Symbols:
         key = "constant", type(value), value or repr(value)  # 0.0 is no -0.0
         found = self._known.get(key)
         if found is None:
-            kind = "b" if type(value) is bool else "f" if type(value) is float else "i"
+            kind = kind_of(value)
             bounds = None if kind == "f" else (value, value)
             found = Expression(
                 self, kind, "constant", (value,), (value,) * len(self.points), bounds
@@ -489,11 +489,46 @@ class Symbols:
         return made if whole == 1 else made.floordiv(self.constant(whole))
 
 
-class Expression:
-    """A number that follows from symbols.
+def kind_of(value: Any) -> Text:
+    """The kind of a plain number, as `Node` has it."""
+    return "b" if type(value) is bool else "f" if type(value) is float else "i"
+
+
+class Node:
+    """What PyTorch asks first of the node of a `torch.SymInt`, `torch.SymFloat`, or
+    `torch.SymBool`.
 
     Attributes:
         kind: "i" for an integer, "f" for a float, "b" for a condition.
+    """
+
+    __slots__ = ()
+    kind: Text
+
+    def _is_of_kind(self, kind: Text) -> bool:
+        return self.kind == kind
+
+    is_int = partialmethod(_is_of_kind, "i")
+    is_float = partialmethod(_is_of_kind, "f")
+    is_bool = partialmethod(_is_of_kind, "b")
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return not self.is_constant()
+
+    def has_hint(self) -> bool:
+        return True
+
+
+class Expression(Node):
+    """A number that follows from symbols.
+
+    Attributes:
         op: what it is made by.
         args: what of.
         values: at the points of its `Symbols`; the first is that of the call.
@@ -548,29 +583,11 @@ class Expression:
 
     # -- what it is, as PyTorch asks a `torch.SymInt`'s node
 
-    def is_int(self) -> bool:
-        return self.kind == "i"
-
-    def is_float(self) -> bool:
-        return self.kind == "f"
-
-    def is_bool(self) -> bool:
-        return self.kind == "b"
-
-    def is_nested_int(self) -> bool:
-        return False
-
     def nested_int(self) -> None:
         return None
 
-    def is_symbolic(self) -> bool:
-        return self.op != "constant"
-
     def is_constant(self) -> bool:
         return self.op == "constant"
-
-    def has_hint(self) -> bool:
-        return True
 
     @property
     def hint(self) -> Any:

@@ -7,11 +7,11 @@ Tensors' values are not copied: a tensor's version counter shows whether it was 
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -25,16 +25,26 @@ from roam.state.containers import (
     SetSpace,
     entries_of,
 )
-from roam.state.equality import MISSING, Misfit, changed, is_numpy_float, is_plain, same, show
+from roam.state.equality import (
+    MISSING,
+    Misfit,
+    are_all,
+    changed,
+    is_numpy_float,
+    is_plain,
+    same,
+    show,
+)
 from roam.state.growing_lists import has_grown
 from roam.state.live_scalars import LiveFloat, LiveInt
+from roam.state.metadata import gradient_of
 from roam.state.namespaces import AttributesSpace, ClassNamesSpace
 from roam.state.nests import alike
 from roam.state.optimizer_spaces import OptimizerSpace
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Place, Reach
 from roam.state.settings import Setting
-from roam.state.spaces import Items, Space
+from roam.state.spaces import Items, Space, are_identical
 from roam.torch_compat.private import FakeTensor, disable_current_modes, local_of, version_of
 
 DRAWN = "was drawn from"
@@ -245,7 +255,8 @@ class Snapshot:
             raise failures[0]
 
 
-_STAND_INS: Final = (FakeTensor, LiveFloat, LiveInt)
+_LIVE: Final = (LiveFloat, LiveInt)
+_STAND_INS: Final = (FakeTensor, *_LIVE)
 """What only capture puts in the place of another value."""
 
 
@@ -316,9 +327,7 @@ def _stands_for(value: Any, old: Any, tensors: dict[int, Any]) -> bool:
     parts, others = _frozen_parts(value), _frozen_parts(old)
     if type(value) is not type(old) or parts is None or others is None:
         return False
-    return len(parts) == len(others) and all(
-        _stands_for(part, other, tensors) for part, other in zip(parts, others, strict=True)
-    )
+    return are_all(partial(_stands_for, tensors=tensors), parts, others)
 
 
 def _entry(items: Items, key: Any) -> Any:
@@ -334,14 +343,11 @@ class _TensorState:
         self.path = path
         self.tensor = tensor
         self.requires_grad = tensor.requires_grad
-        self.grad = _gradient(tensor)
+        self.grad = gradient_of(tensor)
         self.version = _version(tensor)
         # If the user's tensors are fakes, the step is traced on these themselves; fakes of roam's
         # take the place of real tensors only.
         self.data = tensor.detach() if issubclass(type(tensor), FakeTensor) else None
-
-    def has_other_gradient(self) -> bool:
-        return _gradient(self.tensor) is not self.grad
 
     def changes(self) -> list[str]:
         reasons = []
@@ -354,17 +360,12 @@ class _TensorState:
         return reasons
 
     def restore(self) -> None:
-        if self.has_other_gradient():
+        if gradient_of(self.tensor) is not self.grad:
             self.tensor.grad = self.grad
         if self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
         if self.data is not None:
             self.tensor.data = self.data
-
-
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    # Asking a tensor that is no leaf for its gradient warns.
-    return tensor.grad if tensor.is_leaf else None
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -377,19 +378,11 @@ def _is_number_after(old: Any, value: Any) -> bool:
     """Whether a step put a number in the place of a number, or a number that it calculated in the
     place of None.
     """
-    return (
-        isinstance(value, (LiveFloat, LiveInt))
-        if old is None
-        else _is_number(old) and _is_number(value)
-    )
+    return isinstance(value, _LIVE) if old is None else _is_number(old) and _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        type(value) in (int, float)
-        or isinstance(value, (LiveFloat, LiveInt))
-        or is_numpy_float(value)
-    )
+    return type(value) in (int, float) or isinstance(value, _LIVE) or is_numpy_float(value)
 
 
 def _is_untouched(space: Space, items: Items) -> bool:
@@ -399,10 +392,7 @@ def _is_untouched(space: Space, items: Items) -> bool:
     if isinstance(space, SetSpace):
         # Elements that are put back may come in another order where their hashes meet.
         return {id(element) for element, _ in now} == {id(element) for element, _ in items}
-    return len(now) == len(items) and all(
-        key is old_key and value is old
-        for (key, value), (old_key, old) in zip(now, items, strict=True)
-    )
+    return are_identical(now, items)
 
 
 def _changes(place: Place, items: Items) -> list[str]:
@@ -454,10 +444,7 @@ def _differ_by_tensors(old: Any, value: Any) -> bool:
         return issubclass(type(value), torch.Tensor)
     if type(old) is not type(value) or old is value or not issubclass(type(old), tuple):
         return same(old, value)
-    before, after = entries_of(old), entries_of(value)
-    return len(before) == len(after) and all(
-        _differ_by_tensors(one, other) for (_, one), (_, other) in zip(before, after, strict=True)
-    )
+    return are_all(_differ_by_tensors, _frozen_parts(old), _frozen_parts(value))
 
 
 def _stand_in(key: Any) -> Any:
@@ -501,11 +488,7 @@ def source_of(path: str, source: Any) -> Source:
     if isinstance(source, random.Random):
         return path, source.getstate, source.setstate
     bits = source.bit_generator if hasattr(source, "bit_generator") else source._bit_generator
-    return (
-        path,
-        functools.partial(getattr, bits, "state"),
-        functools.partial(setattr, bits, "state"),
-    )
+    return path, partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
 
 def _moved_on(state: Any) -> Any:

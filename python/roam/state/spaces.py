@@ -82,6 +82,23 @@ class Space:
         return f"{self.path}[{key!r}]" if type(key) in (str, int) else f"{self.path}[...]"
 
 
+class NamedSpace(Space):
+    """A space whose keys are names."""
+
+    __slots__ = ()
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+def are_identical(items: Items, others: Items) -> bool:
+    """Whether contents are the very same keys and values, in the same order."""
+    return len(items) == len(others) and all(
+        key is other_key and value is other
+        for (key, value), (other_key, other) in zip(items, others, strict=True)
+    )
+
+
 def child(path: str, key: Any) -> str:
     """What a module's children, parameters and buffers, and an object's attributes are called."""
     if type(key) is not str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -137,15 +137,6 @@ def _are_alike(one: Any, other: Any) -> bool:
     if is_plain(one) or one is other:
         return same(one, other)
     return type(one) is type(other) and bool(one == other)
-
-
-def guarded_form(wrapper: Any, metadata: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """What a plan takes for granted of a wrapper apart from what it shows.
-
-    Args:
-        metadata: gives what is taken for granted of a plain tensor.
-    """
-    return Form.of(wrapper).kept(), *map(metadata, parts_of(wrapper))
 
 
 def with_parts(wrapper: Any, parts: Iterable[Any]) -> Any:

@@ -21,10 +21,10 @@ from roam.program.effects import (
     SetFlag,
     SetPlain,
 )
-from roam.program.ir import History, Program, Ref
+from roam.program.ir import History, Ref
 from roam.state.containers import ArraySpace, memory_of
 from roam.state.equality import MISSING, attributes_of, is_numpy_float, is_plain, same, show
-from roam.state.metadata import gradient_dtype
+from roam.state.metadata import gradient_dtype, gradient_of
 from roam.state.nests import (
     as_tuple,
     is_bare_ordered,
@@ -229,17 +229,13 @@ def _removed(reference: StateReference) -> CaptureError:
 def _check_elsewhere(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
     """Refuses changes of optimizers' state that belongs to no parameter."""
     if not same(before, now):
-        changed = next((entry for entry in now if not _is_in(before, entry)), None)
+        changed = next((one for one in now if not any(same(old, one) for old in before)), None)
         key = "" if changed is None else f" under {show(changed[0])}"
         raise CaptureError(
             f"the step keeps optimizer state{key}, which belongs to no parameter; keep one entry "
             "for each parameter",
             code="optimizer_state",
         )
-
-
-def _is_in(entries: tuple[Any, ...], wanted: Any) -> bool:
-    return any(same(entry, wanted) for entry in entries)
 
 
 def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
@@ -581,7 +577,7 @@ def _argument_endings(recorder: Recorder, received: Received) -> None:
     """What the gradients of arguments are after the step."""
     program = recorder.program
     for reference, tensor, before in received:
-        gradient = tensor.grad if tensor.is_leaf else None
+        gradient = gradient_of(tensor)
         if gradient is before:
             continue
         if gradient is None:
@@ -684,16 +680,9 @@ def _attribute_endings(
             fake_state.reach.reads.keep(key, name)
             raise Retrace
         program.effects.append(Overwrite(reference))
-        _leave_nest(program, reference, skeleton, entries)
-
-
-def _leave_nest(
-    program: Program, reference: AttributeReference, skeleton: Any, entries: list[Rebind | Assemble]
-) -> None:
-    """Has runs put what `_nest` found into its place."""
-    if not entries or entries[0].reference is not reference:
-        program.effects.append(SetPlain(reference, skeleton))
-    program.effects += entries
+        if not entries or entries[0].reference is not reference:
+            program.effects.append(SetPlain(reference, skeleton))
+        program.effects += entries
 
 
 def known_objects(fake_state: FakeState) -> set[int]:

@@ -171,7 +171,7 @@ class Frames:
                 if bits & _USER and not bits & _NUMPYS and user is None:
                     user = frame
                 if bits & _MODULE and not module:
-                    module = self._module_names.get(id(_first_local(frame)), "")
+                    module = self._module_names.get(id(frame.f_locals.get("self")), "")
             frame = frame.f_back
         for seen in new:
             if frame is None:  # outside of the step
@@ -256,7 +256,3 @@ def shown_path(file: str) -> str:
         if separator:
             return after
     return shown_file(file)
-
-
-def _first_local(frame: FrameType) -> Any:
-    return frame.f_locals.get("self")

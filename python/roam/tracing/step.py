@@ -56,11 +56,11 @@ from roam.state.settings import Setting, Settings, in_place
 from roam.state.sizes import plain_number
 from roam.state.snapshot import DRAWN, Snapshot, place_of
 from roam.state.step_call import StepCall
+from roam.torch_compat.private import set_up_shards
 from roam.tracing.compiled.code import UsedCode
 from roam.tracing.compiled.regions import Regions
 from roam.tracing.compiled.repeated_blocks import compile_blocks
 from roam.tracing.cuda_estimate.absent import estimate_of
-from roam.tracing.distributed.fully_shard import set_up
 from roam.tracing.endings import OUTSIDE
 from roam.tracing.fake_kernels.cache import Remembered
 from roam.tracing.fake_kernels.sized import SizedKernels
@@ -490,7 +490,8 @@ def _captured(call: _Call) -> CapturedStep:
     taker = call.known.taker
     taken = taker.take(args, kwargs)
     reach = call.reached(taken)
-    is_changed = set_up([module for _, module in reach.modules])
+    # As the first forward pass would, so that it can be planned.
+    is_changed = set_up_shards([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
         is_changed = True
     if is_changed:

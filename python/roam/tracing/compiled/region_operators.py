@@ -21,6 +21,7 @@ from roam.kernels.workspace import is_state
 from roam.program.bits import with_bits
 from roam.program.operators import REGION, OnList, add_region
 from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
+from roam.tracing.fake_kernels.cache import reach
 from roam.tracing.fake_kernels.real_layouts import on_zeros
 
 _library = torch.library.Library("roam", "FRAGMENT")
@@ -254,9 +255,8 @@ def _looked_at(
         tensor = results[numbers[0]]
         nbytes = tensor.untyped_storage().nbytes()
         is_alone = all(_meta(results[number]) == _meta(tensor) for number in numbers)
-        is_whole = (
-            tensor.storage_offset() == 0 and _extent(tensor) * tensor.element_size() == nbytes
-        )
+        extent = reach(tensor.shape, tensor.stride()) * tensor.element_size()
+        is_whole = tensor.storage_offset() == 0 and extent == nbytes
         if any(results[number].dtype != tensor.dtype for number in numbers):
             raise Unknown("two of its results share memory and have different dtypes")
         base = _Base(numbers[0], None if is_alone and is_whole else nbytes // tensor.element_size())
@@ -282,14 +282,6 @@ def _looked_at(
 
 def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.storage_offset()
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    return 1 + sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _reused(graph: Any, count: int) -> set[int]:

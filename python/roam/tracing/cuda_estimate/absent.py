@@ -31,7 +31,6 @@ ESTIMATE: Final = (
 
 NOWHERE: Final = torch.device("meta")
 """What the engine is told of tensors on an absent device."""
-_ENGINE = ENGINE_CODE
 _FOLDER = os.path.dirname(torch.__file__)
 _WRAPPERS = tuple(
     os.path.join(_FOLDER, *path) for path in (("_compile.py",), ("_dynamo", "eval_frame.py"))
@@ -100,7 +99,7 @@ def asked_by_engine(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code.co_filename in _WRAPPERS:
         frame = frame.f_back
-    return frame is None or frame.f_code is _ENGINE
+    return frame is None or frame.f_code is ENGINE_CODE
 
 
 def is_no_move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

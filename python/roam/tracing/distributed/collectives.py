@@ -8,7 +8,9 @@ recorded directly after the launch, and the plan decides how far apart the two a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -77,22 +79,15 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 # -- operators of c10d
 
+_WRITTEN = ("tensors", "output_tensors", "output_tensor", "output")
+_READ = ("input_tensors", "input_tensor", "input")
+
 
 def _in_place(recorder: Recording, func: Any, name: str, given: dict[str, Any]) -> Any:
     group = torch.distributed.ProcessGroup.unbox(given["process_group"])
-    outputs = _flat(
-        [
-            given[key]
-            for key in ("tensors", "output_tensors", "output_tensor", "output")
-            if key in given
-        ]
-    )
-    inputs = _flat(
-        [given[key] for key in ("input_tensors", "input_tensor", "input") if key in given]
-    )
-    reduction = ""
-    if "reduce_op" in given:
-        reduction = _reduction(recorder, func, given["reduce_op"])
+    written = [given[key] for key in _WRITTEN if key in given]
+    outputs, inputs = _flat(written), _flat([given[key] for key in _READ if key in given])
+    reduction = _reduction(recorder, func, given)
     if given.get("sparse_indices") is not None or any(
         tensor.is_complex() or tensor.layout is not torch.strided for tensor in (*outputs, *inputs)
     ):
@@ -103,10 +98,7 @@ def _in_place(recorder: Recording, func: Any, name: str, given: dict[str, Any]) 
     target = launch(name, Group.of(group), reduction, int(given.get("root_rank", -1)), splits)
     recorder.add_collective(target, outputs, inputs)
     work = finished_work()
-    first = next(
-        (given[key] for key in ("tensors", "output_tensors", "output_tensor") if key in given), None
-    )
-    return work if len(schema_of(func).returns) == 1 else (first, work)
+    return work if len(schema_of(func).returns) == 1 else (next(iter(written), None), work)
 
 
 def _flat(nest: Any) -> list[Any]:
@@ -115,7 +107,15 @@ def _flat(nest: Any) -> list[Any]:
     )
 
 
-def _reduction(recorder: Recording, func: Any, reduction: Any) -> str:
+def _reduction(recorder: Recording, func: Any, given: dict[str, Any]) -> str:
+    """The reduction that an operator is given; empty if it reduces nothing."""
+    if "reduce_op" not in given:
+        return ""
+    reduction = given["reduce_op"]
+    if isinstance(reduction, str):
+        if reduction.upper() in REDUCTIONS:
+            return reduction.upper()
+        recorder.refuse_collective(f"{func} with the reduction {reduction}")
     if not isinstance(reduction, torch.distributed.ReduceOp):
         unbox = getattr(torch.distributed.ReduceOp, "unbox", None)
         if unbox is None:  # as in PyTorch 2.11
@@ -137,35 +137,18 @@ def _group(given: dict[str, Any]) -> Group:
     )
 
 
-def _reduction_of(recorder: Recording, func: Any, given: dict[str, Any]) -> str:
-    name = given["reduce_op"]
-    if isinstance(name, str):
-        if name.upper() in REDUCTIONS:
-            return name.upper()
-        recorder.refuse_collective(f"{func} with the reduction {name}")
-    return _reduction(recorder, func, name)
-
-
-def _all_reduce(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
-    made = aten.clone.default(given["input"], memory_format=torch.contiguous_format)
-    return _all_reduce_(recorder, func, {**given, "input": made})
-
-
-def _all_reduce_(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
-    target = launch("allreduce_", _group(given), _reduction_of(recorder, func, given))
+def _in_its_place(kind: str, recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
+    """Changes its input."""
+    reduction = _reduction(recorder, func, given)
+    target = launch(kind, _group(given), reduction, int(given.get("src", -1)))
     recorder.add_collective(target, [given["input"]], [])
     return given["input"]
 
 
-def _broadcast(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
+def _on_copy(kind: str, recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
+    """The same of a copy of its input."""
     made = aten.clone.default(given["input"], memory_format=torch.contiguous_format)
-    return _broadcast_(recorder, func, {**given, "input": made})
-
-
-def _broadcast_(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
-    target = launch("broadcast_", _group(given), "", int(given["src"]))
-    recorder.add_collective(target, [given["input"]], [])
-    return given["input"]
+    return _in_its_place(kind, recorder, func, {**given, "input": made})
 
 
 def _empty(like: Any, rows: int) -> Any:
@@ -173,22 +156,19 @@ def _empty(like: Any, rows: int) -> Any:
     return aten.empty.memory_format(sizes, dtype=like.dtype, device=like.device)
 
 
-def _all_gather(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
+def _resized(
+    kind: str,
+    rows: Callable[[int, int], int],
+    recorder: Recording,
+    func: Any,
+    given: dict[str, Any],
+) -> Any:
+    """Gives as many rows as `rows` says for those of its input and the size of the group."""
     value = given["input"]
-    target = launch("_allgather_base_", _group(given))
+    target = launch(kind, _group(given), _reduction(recorder, func, given))
     made = given.get("out")
     if made is None:
-        made = _empty(value, value.shape[0] * given["group_size"])
-    recorder.add_collective(target, [made], [value])
-    return made
-
-
-def _reduce_scatter(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
-    value = given["input"]
-    target = launch("_reduce_scatter_base_", _group(given), _reduction_of(recorder, func, given))
-    made = given.get("out")
-    if made is None:
-        made = _empty(value, value.shape[0] // given["group_size"])
+        made = _empty(value, rows(value.shape[0], given["group_size"]))
     recorder.add_collective(target, [made], [value])
     return made
 
@@ -207,11 +187,13 @@ def _waited(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
     return given["tensor"] if "tensor" in given else list(given["tensors"])
 
 
+_all_gather = partial(_resized, "_allgather_base_", operator.mul)
+_reduce_scatter = partial(_resized, "_reduce_scatter_base_", operator.floordiv)
 _FUNCTIONAL: dict[str, Callable[[Recording, Any, dict[str, Any]], Any]] = {
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce_,
-    "broadcast": _broadcast,
-    "broadcast_": _broadcast_,
+    "all_reduce": partial(_on_copy, "allreduce_"),
+    "all_reduce_": partial(_in_its_place, "allreduce_"),
+    "broadcast": partial(_on_copy, "broadcast_"),
+    "broadcast_": partial(_in_its_place, "broadcast_"),
     "all_gather_into_tensor": _all_gather,
     "all_gather_into_tensor_out": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,

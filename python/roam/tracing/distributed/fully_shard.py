@@ -23,7 +23,6 @@ from roam.torch_compat.private import (
     forget_forward_passes,
     local_of,
     schema_of,
-    set_up_shards,
     shard_faults,
     shard_groups,
     shard_holders,
@@ -65,13 +64,6 @@ def check_sharded(modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
                 )
                 error.settles = not fault
                 raise error
-
-
-def set_up(modules: Sequence[torch.nn.Module]) -> bool:
-    """Sets sharded modules up that have not run yet, as their first forward pass would, so that
-    this pass can be planned. Returns whether there were any.
-    """
-    return set_up_shards(modules)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Made:
         """Bytes of its storage, if that is its own."""
         if self.size_bytes is not None:
             return self.size_bytes
-        return _reach(self.shape, self.stride) * self.dtype.itemsize
+        return reach(self.shape, self.stride) * self.dtype.itemsize
 
     def again(self, maker: Maker, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
         if self.base is None and self.size_bytes is None:
@@ -285,7 +285,7 @@ def described(
     return Results(items, None if is_one else type(result))
 
 
-def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+def reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """How many elements there are from a tensor's first one to its last."""
     if 0 in shape:
         return 0
@@ -312,7 +312,7 @@ def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
     storages = [c_pointer(tensor.untyped_storage()) for tensor in tensors]
     storage = item.untyped_storage()
     base = storages.index(c_pointer(storage)) if c_pointer(storage) in storages else None
-    needed = _reach(shape, stride)
+    needed = reach(shape, stride)
     is_tight = base is not None or (not offset and storage.nbytes() == needed * item.element_size())
     return Made(
         shape,

@@ -278,17 +278,10 @@ class SizedKernels:
     def _layout(self, func: Any, given: Any, alike: list[Any], tensors: list[Any]) -> Layout | None:
         """The layout of a result, from what it is at each point."""
         first = alike[0]
-        if type(first) is not cache.Made:
-            if any(one != first for one in alike):
-                self._refuse(f"{func} gives other results for other sizes")
-            return None
-        if any(
-            type(one) is not cache.Made
-            or (one.dtype, one.device, one.base, len(one.shape))
-            != (first.dtype, first.device, first.base, len(first.shape))
-            for one in alike
-        ):
+        if any(_kind_of(one) != _kind_of(first) for one in alike):
             self._refuse(f"{func} gives other results for other sizes")
+        if type(first) is not cache.Made:
+            return None
         base = None if first.base is None else layout_of(tensors[first.base])
         shape = tuple(
             self._number(func, given, [one.shape[dim] for one in alike])
@@ -466,6 +459,13 @@ def _lies_as(made: Any, layout: Layout, like: Any) -> bool:
         and (made.dtype, made.device) == (like.dtype, like.device)
         and Layout(made.shape, made.stride, made.offset, made.bytes()) == layout
     )
+
+
+def _kind_of(item: Any) -> Any:
+    """What is the same of a result for all sizes."""
+    if type(item) is not cache.Made:
+        return item
+    return item.dtype, item.device, item.base, len(item.shape)
 
 
 def _twin(tensor: Any) -> Any:

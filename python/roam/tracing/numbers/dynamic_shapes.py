@@ -111,26 +111,13 @@ def _by_counts(func: Any, x: Any, weights: Any, minlength: int) -> Decided | Non
 
 def layouts_of(func: Any, *operands: Any) -> Answer:
     """Shape, strides and dtype of each of a kernel's results."""
-    result = func(*_positional(func, operands), **_keywords(func, operands))
+    given = list(zip(schema_of(func).arguments, operands, strict=True))
+    args = [value for argument, value in given if not argument.kwarg_only]
+    kwargs = {argument.name: value for argument, value in given if argument.kwarg_only}
+    result = func(*args, **kwargs)
     results = result if isinstance(result, tuple) else (result,)
     layouts = tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results)
     return isinstance(result, tuple), layouts
-
-
-def _positional(func: Any, operands: Sequence[Any]) -> list[Any]:
-    return [
-        value
-        for value, a in zip(operands, schema_of(func).arguments, strict=True)
-        if not a.kwarg_only
-    ]
-
-
-def _keywords(func: Any, operands: Sequence[Any]) -> dict[str, Any]:
-    return {
-        a.name: value
-        for value, a in zip(operands, schema_of(func).arguments, strict=True)
-        if a.kwarg_only
-    }
 
 
 def _of_layouts(device: torch.device, answer: Answer) -> Any:

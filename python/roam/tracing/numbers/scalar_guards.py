@@ -28,6 +28,10 @@ CHANCE = "turn off the option by which chance decides what runs (such as layerdr
 """What to do about random numbers that reach Python."""
 
 
+MayAsk = Callable[[Any, Program, int], bool]
+"""Whether a computed guard may look at what a reference holds in a slot."""
+
+
 def may_be_asked(reference: Any, program: Program, slot: int) -> bool:
     """Whether a guard may look at what a reference holds when a step begins: a tensor of the batch,
     a single number, or a tensor that may decide shapes.
@@ -73,6 +77,8 @@ class Slices:
         self._program = program
         self.held: list[tuple[torch.Tensor, int]] = []
         """(value, slot): tensors for whose values the program holds."""
+        self._forms: dict[str, ComputedGuard] = {}
+        """The program's guards by what they compute and the answer."""
         self._seen = 0
         self._makers: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
@@ -81,7 +87,7 @@ class Slices:
         self,
         slot: int,
         references: dict[int, Any],
-        may_ask: Callable[[Any, int], bool],
+        may_ask: MayAsk,
         source: Source,
         asked: Call | None = None,
     ) -> ComputedGuard | None:
@@ -90,7 +96,7 @@ class Slices:
         Args:
             slot: the value, as it is now.
             references: per slot the reference of what is there before the step.
-            may_ask: whether a reference's slot may be looked at.
+            may_ask: whether what a reference holds in a slot may be looked at.
             source: the line of the condition.
             asked: a call that is not in the recording and gives the value, from values as they are
                 now.
@@ -108,18 +114,12 @@ class Slices:
             if until.get(number, -1) >= end:
                 continue
             until[number] = end
-            behind = (
-                [self._makers[number]] if number in self._makers and number not in constants else []
-            )
-            if (
-                not behind
-                and number not in constants
-                and not may_ask(references.get(number), number)
-            ):
+            writers = self._writers.get(program.storage_of(number), ())
+            behind = [index for index in writers if index < end]
+            if number in self._makers and number not in constants:
+                behind.append(self._makers[number])
+            elif number not in constants and not may_ask(references.get(number), program, number):
                 return None
-            behind += [
-                index for index in self._writers.get(program.storage_of(number), ()) if index < end
-            ]
             for index in set(behind) - calls:
                 call = program.calls[index]
                 if call.random or call.skip_if is not None or is_collective(call.target):
@@ -144,6 +144,18 @@ class Slices:
             [tuple(references[number] for number in inputs)],
             self._made_bytes(chosen, changed, used),
         )
+
+    def add(self, guard: ComputedGuard, answer: Any) -> None:
+        """Adds a guard to the program; one that it has already for other numbers is computed for
+        these too.
+        """
+        form = f"{_form(guard)} {type(answer)} {answer!r}"
+        known = self._forms.get(form)
+        if known is None:
+            self._forms[form] = guard
+            self._program.computed_guards.append((guard, answer))
+        else:
+            known.uses.extend(use for use in guard.uses if use not in known.uses)
 
     def _made_bytes(
         self, calls: list[Call], changed: frozenset[int], used: list[tuple[torch.Tensor, int]]
@@ -199,24 +211,6 @@ class Slices:
             if (meta := self._program.slots[slot]) is not None
         )
         return frozenset(changed) if is_copied else None
-
-
-def add_guard(
-    program: Program, forms: dict[str, ComputedGuard], guard: ComputedGuard, answer: Any
-) -> None:
-    """Adds a guard to a program; one that it has already for other numbers is computed for these
-    too.
-
-    Args:
-        forms: the program's guards by what they compute and the answer; gets this one.
-    """
-    form = f"{_form(guard)} {type(answer)} {answer!r}"
-    known = forms.get(form)
-    if known is None:
-        forms[form] = guard
-        program.computed_guards.append((guard, answer))
-    else:
-        known.uses.extend(use for use in guard.uses if use not in known.uses)
 
 
 def _form(guard: ComputedGuard) -> tuple[Any, ...]:

@@ -70,6 +70,10 @@ def _unknown(tensor: Any) -> str:
     )
 
 
+Where = tuple[str, Source]
+"""The phase and the source of a call."""
+
+
 class Slots:
     """What a recording knows of the tensors of its step, and of how they stand in `program`."""
 
@@ -268,18 +272,8 @@ class Slots:
             data = self.slot_of(tensor)
             if data is None or self.program.slots[data] == self.program.slots[slot]:
                 continue
-            phase, source = self._assigned[id(tensor)]
-            call = Call(
-                assign_data,
-                (Ref(slot), Ref(data)),
-                {},
-                (None,),
-                False,
-                phase,
-                source,
-                mutates=(slot,),
-            )
-            self.program.calls.append(call)
+            where = self._assigned[id(tensor)]
+            self._add_call(assign_data, (Ref(slot), Ref(data)), None, where, mutates=(slot,))
 
     # -- refusals
 
@@ -396,16 +390,14 @@ class Slots:
 
     def add_alias(self, tensor: Any, of: Any) -> None:
         """Records that a tensor is a view of another, or of memory that it has."""
-        phase, source = self.frames.here()
-        self._alias(tensor, Ref(self._slot_of_argument(of, "view", source)), phase, source)
+        where = self.frames.here()
+        self._alias(tensor, Ref(self._slot_of_argument(of, "view", where[1])), where)
 
-    def _alias(self, tensor: Any, base: Ref, phase: str, source: Source) -> int:
+    def _alias(self, tensor: Any, base: Ref, where: Where) -> int:
         index = len(self.program.calls)
         slot = self._add_tensor(tensor, creator=index, name=f"as_strided_{index}")
         layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        self.program.calls.append(
-            Call(aten.as_strided.default, (base, *layout), {}, (slot,), False, phase, source)
-        )
+        self._add_call(aten.as_strided.default, (base, *layout), slot, where)
         return slot
 
     def give_memory_back(self, tensor: Any) -> None:
@@ -421,22 +413,12 @@ class Slots:
         pointer = storage_pointer(tensor.untyped_storage())
         if self._bases.get(pointer, MISSING) is not None:
             return  # it has its memory
-        phase, source = self.frames.here()
         index = len(self.program.calls)
         slot = self._add_tensor(tensor, creator=index, name=f"empty_{index}")
         self._bases[pointer] = self._refs[slot]
         options = {"dtype": tensor.dtype, "device": tensor.fake_device}
-        self.program.calls.append(
-            Call(
-                aten.empty.memory_format,
-                (list(tensor.shape),),
-                options,
-                (slot,),
-                False,
-                phase,
-                source,
-            )
-        )
+        shape = (list(tensor.shape),)
+        self._add_call(aten.empty.memory_format, shape, slot, self.frames.here(), options)
 
     def _renew(self, tensor: Any, slot: int) -> int:
         """The slot of a tensor, also where its memory has been given back and taken again."""
@@ -446,7 +428,7 @@ class Slots:
         base, meta = self._bases.get(pointer), self.program.slots[slot]
         if base is None or meta is None or meta.storage == self._storage_numbers[pointer]:
             return slot
-        return self._alias(tensor, base, *self.frames.here())
+        return self._alias(tensor, base, self.frames.here())
 
     # -- what the step leaves
 
@@ -476,27 +458,27 @@ class Slots:
         """What a run puts together at `place` after the step for a distributed tensor, or a
         wrapper; None for any other.
         """
-        if is_wrapper(tensor):
-            if id(tensor) not in self._joined:
-                if tensor.requires_grad:
-                    raise CaptureError(
-                        f"the step leaves at {place} a {type(tensor).__name__} that requires a gradient; detach it",
-                        code="subclass",
-                    )  # fmt: skip
-                self._joined[id(tensor)] = tensor, Joined(checked_form(tensor, place))
+        if id(tensor) in self._joined:
             return self._joined[id(tensor)][1]
-        if not is_dtensor(tensor):
-            return None
-        if id(tensor) not in self._joined:
-            layout = layout_of(tensor)
-            if holds_mask(layout):
+        if is_wrapper(tensor):
+            if tensor.requires_grad:
+                raise CaptureError(
+                    f"the step leaves at {place} a {type(tensor).__name__} that requires a gradient; detach it",
+                    code="subclass",
+                )  # fmt: skip
+            made = Joined(checked_form(tensor, place))
+        elif is_dtensor(tensor):
+            made = Joined(layout_of(tensor))
+            if holds_mask(made.layout):
                 raise CaptureError(
                     f"the step leaves at {place} a DTensor whose placement holds a mask, like the "
                     "result of an embedding whose rows are split; redistribute it in the step",
                     code="dtensor",
                 )
-            self._joined[id(tensor)] = tensor, Joined(layout)
-        return self._joined[id(tensor)][1]
+        else:
+            return None
+        self._joined[id(tensor)] = tensor, made
+        return made
 
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the
@@ -515,6 +497,20 @@ class Slots:
         )
 
     # -- new slots
+
+    def _add_call(
+        self,
+        target: Any,
+        args: Any,
+        output: int | None,
+        where: Where,
+        kwargs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Records a call with one result, or with none; `more`: what else `Call` takes."""
+        self.program.calls.append(
+            Call(target, args, kwargs or {}, (output,), False, *where, **more)
+        )
 
     def _add_tensor(self, tensor: Any, *, creator: int, name: str, at_least: int = 0) -> int:
         storage = tensor.untyped_storage()

@@ -39,8 +39,8 @@ from roam.tracing.numbers.dynamic_shapes import Decided, contents_of, shape_refu
 from roam.tracing.numbers.rng import Watch
 from roam.tracing.numbers.scalar_guards import (
     CHANCE,
+    MayAsk,
     Slices,
-    add_guard,
     may_be_asked,
     may_be_fixed,
     may_decide,
@@ -61,10 +61,6 @@ _STAYS = (
 """What to do about a value that Python must not see."""
 _ASKED = -2
 """The slot of a computed guard's answer that is no value of the step's."""
-
-
-MayAsk = Callable[[Any, Program, int], bool]
-"""Whether a computed guard may look at what a reference holds in a slot."""
 
 
 def _nothing(reference: Any, program: Program, slot: int) -> bool:
@@ -95,7 +91,6 @@ class Values(Slots):
         """Plain numbers that stand for live ones on their way to an operator of others."""
         self._slices = Slices(self.program)
         self._number_of = number_of
-        self._forms: dict[str, ComputedGuard] = {}
         self._fills_empty = False
         """Whether C++ code that makes an uninitialized tensor writes to it, too."""
         self._lacks_cuda = not torch.cuda.is_available()
@@ -203,9 +198,7 @@ class Values(Slots):
             )
         live = self._live(gives_integer, f"arithmetic at {source}")
         live.node.is_numpys = function not in _GIVE_PYTHONS and any(map(is_of_numpy, operands))
-        self.program.calls.append(
-            Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
-        )
+        self._add_call(function, tuple(arguments), live.node.slot, (phase, source))
         self._calculated[form] = live
         return live
 
@@ -298,9 +291,7 @@ class Values(Slots):
         if is_integer and (known := self.known_value(slot)) is not None:
             return known
         live = self._live(is_integer, f".item() at {source}")
-        self.program.calls.append(
-            Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source)
-        )
+        self._add_call(func, (Ref(slot),), live.node.slot, (phase, source))
         return live
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -337,9 +328,7 @@ class Values(Slots):
         self, slot: int, answer: bool, phase: str, source: Source, by: Callable[..., None] = check
     ) -> None:
         """Has runs check a value."""
-        self.program.calls.append(
-            Call(by, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
-        )
+        self._add_call(by, (Ref(slot), answer), None, (phase, source), is_check=True)
 
     def refuse_asked(self, slot: int, origin: str) -> NoReturn:
         """Refuses code that needs the value of a number from `origin`."""
@@ -391,13 +380,7 @@ class Values(Slots):
     def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
         references = {number: reference for reference, number in self.program.referenced}
         _, source = self.frames.here()
-        return self._slices.guard(
-            slot,
-            references,
-            lambda reference, number: may_ask(reference, self.program, number),
-            source,
-            asked,
-        )
+        return self._slices.guard(slot, references, may_ask, source, asked)
 
     def _answered(self, guard: ComputedGuard | None) -> Any:
         """A guard's answer, for which the program then holds; None if there is none."""
@@ -408,10 +391,10 @@ class Values(Slots):
         except Exception as error:
             # The step's code may catch it, as it does in eager PyTorch.
             if guard.inputs:
-                add_guard(self.program, self._forms, guard, type(error))
+                self._slices.add(guard, type(error))
             raise
         if guard.inputs and answer is not None:
-            add_guard(self.program, self._forms, guard, answer)
+            self._slices.add(guard, answer)
         elif any(
             self._number_of(reference) is MISSING
             for reference in guard.uses[0]
@@ -446,15 +429,8 @@ class Values(Slots):
         """The results of a call whose shapes values decide, and the place and value of one of them,
         or None.
         """
-        asked = Call(
-            shape.ask,
-            self._recorded(shape.operands, call),
-            {},
-            (_ASKED,),
-            False,
-            call.phase,
-            call.source,
-        )
+        operands = self._recorded(shape.operands, call)
+        asked = Call(shape.ask, operands, {}, (_ASKED,), False, call.phase, call.source)
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
         answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None and self._has_code and shape.usual is not None:
@@ -475,16 +451,9 @@ class Values(Slots):
         holds.
         """
         sizes = packed.batch_sizes
-        phase, source = self.frames.here()
-        asked = Call(
-            contents_of,
-            (Ref(self._slot_of_argument(sizes, contents_of, source)),),
-            {},
-            (_ASKED,),
-            False,
-            phase,
-            source,
-        )
+        where = self.frames.here()
+        slot = self._slot_of_argument(sizes, contents_of, where[1])
+        asked = Call(contents_of, (Ref(slot),), {}, (_ASKED,), False, *where)
         answer = self._answered(self._guard(_ASKED, may_decide, asked))
         return (
             packed

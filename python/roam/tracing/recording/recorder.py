@@ -74,6 +74,9 @@ compilers.
 """
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
+_runs_itself = functools.cache(is_wrapper_subclass)
+"""Whether tensors of a class run operators by others on plain tensors: wrappers, distributed ones,
+and results of collectives that may not have been waited for."""
 _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which "
     "capture cannot see; use torch.manual_seed, torch.set_rng_state or torch.random.fork_rng"
@@ -433,14 +436,11 @@ class Recorder(Values, TorchDispatchMode):
         """Records what a Python function does to a random generator, in the sequence of the random
         operators.
         """
-        phase, source = self.frames.here()
         index = len(self.program.calls)
         name = f"{function.__name__}_{index}"
         output = None if result is None else self._add_tensor(result, creator=index, name=name)
         references = self.references(arguments, function.__name__)
-        self.program.calls.append(
-            Call(function, references, {}, (output,), False, phase, source, random=True)
-        )
+        self._add_call(function, references, output, self.frames.here(), random=True)
 
     def _draw(self, call: Call, arguments: tuple[Any, ...]) -> None:
         """Has the watch draw instead of a random operator."""
@@ -476,9 +476,7 @@ class Recorder(Values, TorchDispatchMode):
         index = len(self.program.calls)
         slot = self._add_tensor(fake, creator=index, name=f"tensor_{index}")
         self.literals.append((real, slot, source))
-        self.program.calls.append(
-            Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source)
-        )
+        self._add_call(aten.clone.default, (Ref(constant),), slot, (phase, source))
         # The fake mode remembers the literal's value and would answer `.item()` with it.
         fake.constant = None
         return fake
@@ -582,14 +580,6 @@ class Recorder(Values, TorchDispatchMode):
             raise CaptureError(_SET_UNSEEN, code="generator_state")
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
-
-
-@functools.cache
-def _runs_itself(kind: type) -> bool:
-    """Whether tensors of a class run operators by others on plain tensors: wrappers, distributed
-    ones, and results of collectives that may not have been waited for.
-    """
-    return is_wrapper_subclass(kind)
 
 
 def _inference_left(tensors: list[Any]) -> AbstractContextManager[Any]:

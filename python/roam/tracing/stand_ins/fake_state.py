@@ -26,7 +26,7 @@ from roam.state.code_guards import Reliance
 from roam.state.containers import FrozenSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain, pattern
 from roam.state.freed_gradients import lacks
-from roam.state.metadata import gradient_dtype, storage_of
+from roam.state.metadata import gradient_dtype, gradient_of, storage_of
 from roam.state.nests import containers_in, pattern_of
 from roam.state.policies import Policies, Policy
 from roam.state.reach import Reach
@@ -153,11 +153,11 @@ class FakeState:
             for group in optimizer.param_groups
             for tensor in group["params"]
         }
+        self._untied = [reference for reference in self.places if not reference.tied]
         self.parameters = [
             reference
-            for reference in self.places
-            if not reference.tied
-            and (_is_trained(tensor := reference.get()) or id(tensor) in updated)
+            for reference in self._untied
+            if _is_trained(tensor := reference.get()) or id(tensor) in updated
         ]
         """References to what may have a gradient and an optimizer's state from step to step."""
         rates = [
@@ -180,7 +180,7 @@ class FakeState:
             id(tensor): reference.path
             for reference, tensor in (
                 *zip(self.arguments, self.leaves, strict=True),
-                *_held(self.references()),
+                *((reference, reference.get()) for reference in self.references()),
             )
             if issubclass(type(tensor), torch.Tensor) and tensor.grad_fn is not None
         }
@@ -244,12 +244,10 @@ class FakeState:
 
     def references(self) -> Iterator[StateReference]:
         """Every reference that holds a tensor now, each tensor once, with state and gradients."""
-        yield from (reference for reference in self.places if not reference.tied)
+        yield from self._untied
         yield from optimizer_references(self.reach, self.parameters)
         yield from scaler_references(self.reach)
-        yield from gradient_references(
-            [reference for reference in self.places if not reference.tied]
-        )
+        yield from gradient_references(self._untied)
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts fakes in place of all real tensors, and returns the step's arguments with fakes. A
@@ -259,15 +257,13 @@ class FakeState:
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
         without = [
             tensor
-            for reference in self.places
-            if not reference.tied
-            and lacks(tensor := reference.get())
-            and f"{reference.path}.grad" not in self.lacking
+            for reference in self._untied
+            if lacks(tensor := reference.get()) and f"{reference.path}.grad" not in self.lacking
         ]
         # All places are read before any is written.
         references: list[StateReference] = [*self.places, *scaler_references(self.reach)]
         for reference, tensor in [(reference, reference.get()) for reference in references]:
-            reference.set(self._fake(tensor))
+            reference.set(self.fake_of(tensor))
         for parameter in without:
             self._add_gradient(parameter)
         for _, module in self.reach.modules:
@@ -275,7 +271,7 @@ class FakeState:
                 self._renew_weights(module)
         for place in self.reach.places:
             if isinstance(place.space, TensorKeyedSpace):
-                place.space.exchange(self._fake)
+                place.space.exchange(self.fake_of)
             self._exchange_references(place.space)
         for tensor, fake in self._fakes.values():
             # What the user noted on a tensor was copied before the exchange.
@@ -285,8 +281,8 @@ class FakeState:
             others = {key: value for key, value in optimizer.state.items() if not _is_tensor(key)}
             optimizer.state.clear()
             for parameter, entry in entries:
-                optimizer.state[self._fake(parameter)] = (
-                    {key: self._fake(value) for key, value in entry.items()}
+                optimizer.state[self.fake_of(parameter)] = (
+                    {key: self.fake_of(value) for key, value in entry.items()}
                     if _is_tensor(parameter)
                     else others[parameter]
                 )
@@ -296,7 +292,7 @@ class FakeState:
             if is_left_by_tokenizer(leaf)
         }
         leaves = [
-            encodings[id(leaf)] if id(leaf) in encodings else self._fake(leaf)
+            encodings[id(leaf)] if id(leaf) in encodings else self.fake_of(leaf)
             for leaf in self.leaves
         ]
         self.forget_values()
@@ -329,10 +325,6 @@ class FakeState:
     def fakes(self) -> list[tuple[Any, Any]]:
         """Every tensor that has a fake, with its fake."""
         return list(self._fakes.values())
-
-    def fake_of(self, tensor: Any) -> Any:
-        """What stands for a tensor."""
-        return self._fake(tensor)
 
     def check_caches(self) -> None:
         """After the step: refuses it if it has asked a function with a cache that keeps objects,
@@ -372,7 +364,7 @@ class FakeState:
         """
         held = {**layer.__dict__, **parameters_of(layer)}
         weights = [
-            held.get(name, self._fake(old))
+            held.get(name, self.fake_of(old))
             for name, old in zip(*flat_weights_of(layer), strict=True)
         ]
         references = [None if weight is None else weakref.ref(weight) for weight in weights]
@@ -390,7 +382,7 @@ class FakeState:
                     code="identity",
                 )
             if _refers_to_tensor(value):
-                space.set(key, weakref.ref(self._fake(weakref.ref.__call__(value))))
+                space.set(key, weakref.ref(self.fake_of(weakref.ref.__call__(value))))
 
     def forget_values(self) -> None:
         """A fake made from a literal remembers its value, and `.item()` would answer with it for
@@ -403,23 +395,18 @@ class FakeState:
 
     def state_elsewhere(self) -> tuple[Any, ...]:
         """What the optimizers' state holds for others than parameters."""
-        states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
-        others = [
-            item
-            for state in states
-            for item in state.items()
-            if not issubclass(type(item[0]), torch.Tensor)
-        ]
         return tuple(
             (key, tuple(entry.items()) if issubclass(type(entry), dict) else entry)
-            for key, entry in others
+            for optimizer in self.optimizers
+            for key, entry in optimizer.state.items()
+            if not _is_tensor(key)
         )
 
     def tuples(self) -> list[FrozenSpace]:
         """The tuples and frozen sets that the step can reach."""
         return [place.space for place in self.reach.places if isinstance(place.space, FrozenSpace)]
 
-    def _fake(self, tensor: Any) -> Any:
+    def fake_of(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
         if not issubclass(type(tensor), torch.Tensor):
             return tensor
@@ -436,7 +423,7 @@ class FakeState:
             return resized
         if not is_dtensor(tensor) and tensor.layout is not torch.strided:
             _refuse_layout(tensor, self._path_of(tensor))
-        gradient = _gradient_of(tensor)
+        gradient = gradient_of(tensor)
         if path is not None:
             found = tensor.detach()
             found = with_history(
@@ -444,10 +431,12 @@ class FakeState:
                 self._refuse_history(path),
             )
         elif is_wrapper(tensor):
-            found = with_parts(tensor, map(self._fake, parts_of(tensor)))
+            found = with_parts(tensor, map(self.fake_of, parts_of(tensor)))
         elif is_dtensor(tensor):
             found = joined(
-                self._fake(local_of(tensor)), layout_of(tensor), requires_grad=tensor.requires_grad
+                self.fake_of(local_of(tensor)),
+                layout_of(tensor),
+                requires_grad=tensor.requires_grad,
             )
         else:
             tensor.grad = None  # faked apart, so that it too has one fake
@@ -470,12 +459,12 @@ class FakeState:
         self._fakes[id(tensor)] = tensor, found
         self.identities.add(found, tensor)
         if gradient is not None:
-            found.grad = self._fake(gradient)
+            found.grad = self.fake_of(gradient)
         return found
 
     def _add_gradient(self, parameter: Any) -> None:
         """Gives the fake of a parameter a gradient, as eager PyTorch has, where there is none."""
-        fake = self._fake(parameter)
+        fake = self.fake_of(parameter)
         if fake.grad is not None:
             return
         local = local_of(fake)
@@ -517,7 +506,7 @@ class FakeState:
         """Which of the places and arguments hold one and the same tensor, or memory, as numbers
         that are the same for two states that share alike.
         """
-        held = [*(reference.get() for reference in self.places), *map(self._fake, self.leaves)]
+        held = [*(reference.get() for reference in self.places), *map(self.fake_of, self.leaves)]
         tensors = [value for value in held if issubclass(type(value), torch.Tensor)]
         found = [*map(id, tensors), *map(storage_of, tensors)]
         return pattern(found)
@@ -556,7 +545,7 @@ class FakeState:
                     ended[id(tensor)] = tensor, other
                 reference.set(ended[id(tensor)][1])
                 continue
-            gradient = _gradient_of(tensor) if issubclass(type(tensor), torch.Tensor) else None
+            gradient = gradient_of(tensor)
             if gradient is not None and gradient.grad_fn is not None and not is_ended(gradient):
                 # of backward(create_graph=True)
                 tensor.grad = with_history(
@@ -722,15 +711,6 @@ def _is_tensor(value: object) -> bool:
     return issubclass(type(value), torch.Tensor)
 
 
-def _held(references: Iterator[StateReference]) -> Iterator[tuple[StateReference, torch.Tensor]]:
-    return ((reference, reference.get()) for reference in references)
-
-
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    # Asking a tensor that is no leaf for its gradient warns.
-    return tensor.grad if tensor.is_leaf else None
-
-
 def _storage_of(value: Any) -> int | None:
     """The storage of a strided tensor; None for anything else."""
     tensor = local_of(value)
@@ -749,9 +729,7 @@ def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
 
 
 def _refers_to_tensor(value: Any) -> bool:
-    return issubclass(type(value), weakref.ref) and issubclass(
-        type(weakref.ref.__call__(value)), torch.Tensor
-    )
+    return issubclass(type(value), weakref.ref) and _is_tensor(weakref.ref.__call__(value))
 
 
 def _is_exchanged(space: Space, reference: Any) -> bool:
@@ -808,7 +786,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
             code="tensor_attribute",
             settles=1,
         )
-    gradient = _gradient_of(tensor)
+    gradient = gradient_of(tensor)
     if gradient is not None and not (
         gradient.shape == tensor.shape and gradient_dtype(tensor) in (gradient.dtype, None)
     ):
@@ -843,7 +821,7 @@ def _check_wrapper(tensor: Any, path: str) -> None:
             f"is a {type(tensor).__name__} with a gradient history from before the step; detach it",
             code="outer_history",
         )
-    if is_wrapper(_gradient_of(tensor)):
+    if is_wrapper(gradient_of(tensor)):
         refuse(
             path,
             f"has a {type(tensor.grad).__name__} as its gradient from before the step; reset gradients at "

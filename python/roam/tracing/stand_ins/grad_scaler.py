@@ -106,11 +106,8 @@ def _skippable(
     slot = recorder.slot_of(found)
     assert slot is not None, "a number of the step"
     calls, effects = recorder.program.calls, recorder.program.effects
-    first, before, held = (
-        len(calls),
-        (len(effects), recorder.assignments),
-        _held(fake_state, optimizer),
-    )
+    first, held = len(calls), _held(fake_state, optimizer)
+    before = len(effects), recorder.assignments
     yield
     if (len(effects), recorder.assignments) != before or _held(fake_state, optimizer) != held:
         recorder.refuse(

@@ -25,7 +25,7 @@ from roam.tracing.stand_ins.fake_state import FakeState
 # What no scheduler of PyTorch's sets, in a group or of its own; packages that no step changes.
 _LEFT: Final = frozenset({"params", "optimizer"})
 _PURE: Final = frozenset({"math", "numpy", "torch"})
-_SETTING: Final = (Assemble, Overwrite, Rebind, SetPlain)
+_SETTING: Final[tuple[type[Any], ...]] = (Assemble, Overwrite, Rebind, SetPlain)
 _OF_VARIABLES: Final = (AttributeReference, EntryReference, PlaceReference)
 _ASKED: Final = {  # methods by which a value is asked for, or changed
     *(name for kind in (int, float, list, dict) for name in vars(kind)),
