@@ -181,7 +181,7 @@ def test_plans_with_a_time_limit_are_neither_kept_nor_taken(
     cache: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(time_limit_s=60.0)
-    assert "plan" not in cache.usage().entries
+    assert set(cache.usage().entries) <= {"kernels"}  # which no test before has tried
     train()
     forget(monkeypatch)
     _, step = train(time_limit_s=60.0)
@@ -201,7 +201,7 @@ def test_what_takes_no_time_to_plan_is_not_kept(
 ) -> None:
     monkeypatch.setattr(strategy, "WORTH_S", 60.0)
     train()
-    assert "plan" not in cache.usage().entries
+    assert set(cache.usage().entries) <= {"kernels"}  # which no test before has tried
 
 
 def test_roam_cache_0_keeps_and_takes_nothing(

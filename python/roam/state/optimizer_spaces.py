@@ -22,9 +22,9 @@ LIVE_OPTIMIZER_KEYS: Final = frozenset(
 )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)
 def _place(group: int, key: str) -> tuple[int, str]:
-    """One tuple for each: to compare two takes longer than to look it up."""
+    """The key of a group's entry, one tuple for all calls: guards compare identities first."""
     return group, key
 
 

@@ -57,9 +57,19 @@ class StateGuard:
         self._state_keys = list(state_keys)
         self._names = [names for keys in self._state_keys for _, names in keys.filled]
         self._counts = list(map(len, self._names))
-        found = sum(isinstance(reference, OptimizerReference) for reference, _ in self._expected)
-        self._are_all_held = found == sum(self._counts)
-        """Whether no entry of a parameter that has state is anything but one of these tensors."""
+        found = {
+            (id(reference.parameter), reference.key)
+            for reference, _ in self._expected
+            if isinstance(reference, OptimizerReference)
+        }
+        self._are_all_held = all(
+            (id(place), name) in found
+            for keys in self._state_keys
+            for place, names in keys.filled
+            for name in names
+        )
+        """Whether all entries of parameters that have state are among these tensors. If they are
+        there, others would show in how many there are."""
         self._check = LayoutCheck()
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
@@ -83,7 +93,7 @@ class StateGuard:
             if (
                 entries is not None
                 and (
-                    list(map(len, entries)) == self._counts
+                    all(map(operator.eq, map(len, entries), self._counts))
                     if self._are_all_held
                     else all(map(operator.eq, map(dict.keys, entries), self._names))
                 )
