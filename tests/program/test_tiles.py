@@ -663,10 +663,11 @@ def test_scores_are_made_once_for_the_loss_and_their_gradient(
         for meta in (found.slots[slot] for slot in tile.call.refs())
         if meta is not None
     ]
-    outs = [torch.zeros(made.shape) for made in tile.body.results]
+    outs = tile.body.outs(torch.device("cpu"))
     row_bytes = CLASSES * 4
     assert tile.body.length == 32
-    assert measure_peak(tile.body.run, inputs, outs).peak_bytes < (192 + 2.5 * 32) * row_bytes
+    assert tile.body.scratch_bytes < (192 + 2.2 * 32) * row_bytes
+    assert measure_peak(tile.body.run, inputs, outs).peak_bytes < 0.3 * 32 * row_bytes
 
 
 def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,7 +682,7 @@ def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch)
             body = tile.body
             metas = [found.slots[slot] for slot in tile.call.refs()]
             inputs = [torch.ones(meta.shape).to(meta.dtype) for meta in metas if meta is not None]
-            whole, some = ([torch.zeros(one.shape) for one in body.results] for _ in range(2))
+            whole, some = (body.outs(torch.device("cpu")) for _ in range(2))
             all_bytes = measure_peak(body.run, inputs, whole).peak_bytes
             some_bytes = measure_peak(body.run_some, inputs, some).peak_bytes
             assert some_bytes == all_bytes
@@ -689,7 +690,7 @@ def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch)
             run = dict.fromkeys((*done[:2], done[-1]))
             share = sum(length for _, length in run) / body.size
             assert body.run_some(inputs, some) * share == pytest.approx(1)
-            for one, expected, result in zip(body.results, whole, some, strict=True):
+            for one, expected, result in zip(body.results, whole, some, strict=False):
                 cut = one.cut
                 for start, length in run if cut is not None else ():
                     assert cut is not None

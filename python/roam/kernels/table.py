@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,15 +22,19 @@ import torch
 from roam.kernels import rows, substitutes
 from roam.program.ir import TensorMeta, extents, is_dense
 from roam.program.tiles import TILES, run_into
-from roam.torch_compat.private import OpOverload, has_kernel_for, schema_of
+from roam.torch_compat.overloads import (
+    in_place_overload,
+    is_native,
+    out_overload,
+    out_overloads,
+    signature,
+)
+from roam.torch_compat.private import OpOverload, schema_of
 
 Way = Literal["direct", "substitute", "copy_in"]
 Kernel = Callable[..., Any]
 
 TABLE = Path(__file__).with_name("kernels.json")
-_COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-_FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
-"""Arguments of functional overloads that an `out=` overload takes from the tensor it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,7 @@ def candidate(target: OpOverload, device: str) -> Placement:
     wrapped = _taking_numbers(target, device)
     if wrapped is not None:
         return wrapped
-    partner = _in_place_partner(target, device)
+    partner = in_place_overload(target, device)
     if partner is not None:
         kernel = functools.partial(substitutes.copy_then, partner)
         return Placement("substitute", kernel, f"copy_, {partner.name()}")
@@ -229,84 +233,22 @@ def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
     """The overload of the same arguments that takes one tensor more for each result, if it has a
     kernel of its own.
     """
-    reason = "it has no out= overload"
-    wanted = _signature(target)
-    kept = [argument for argument in wanted if argument[0] not in _FACTORY_OPTIONS]
-    is_factory = len(wanted) - len(kept) == len(_FACTORY_OPTIONS)
-    for overload, names, taken in _out_overloads(target):
-        if taken == wanted or (is_factory and taken == kept):
-            if _is_native(overload, device):
-                dropped = frozenset() if taken == wanted else _FACTORY_OPTIONS
-                kernel = functools.partial(_call_out, overload, names, dropped)
-                return Placement(
-                    "direct", kernel, overload.name(), overload, names, dropped=dropped
-                ), ""
-            reason = "its out= overload computes elsewhere and copies"
-    return None, reason
+    found, reason = out_overload(target, device)
+    if found is None:
+        return None, reason
+    overload, names, dropped = found
+    kernel = functools.partial(_call_out, overload, names, dropped)
+    return Placement("direct", kernel, overload.name(), overload, names, dropped=dropped), ""
 
 
 def _taking_numbers(target: OpOverload, device: str) -> Placement | None:
     """The `out=` overload that has a tensor where this one has a number, which it takes as well."""
-    wanted = [(name, "Tensor" if name == "other" else kind) for name, kind in _signature(target)]
-    for overload, names, taken in _out_overloads(target):
-        if taken == wanted and _is_native(overload, device):
+    wanted = [(name, "Tensor" if name == "other" else kind) for name, kind in signature(target)]
+    for overload, names, taken in out_overloads(target):
+        if taken == wanted and is_native(overload, device):
             kernel = functools.partial(_call_out, overload, names, frozenset())
             return Placement("substitute", kernel, overload.name(), overload, names)
     return None
-
-
-def _out_overloads(
-    target: OpOverload,
-) -> Iterator[tuple[OpOverload, tuple[str, ...], list[tuple[str, str]]]]:
-    """Overloads with an `out=` argument for each result, the names of these, and the other
-    arguments.
-    """
-    for overload in _overloads(target.overloadpacket):
-        names = tuple(
-            argument.name for argument in schema_of(overload).arguments if argument.is_out
-        )
-        if len(names) == len(schema_of(target).returns):
-            yield (
-                overload,
-                names,
-                [argument for argument in _signature(overload) if argument[0] not in names],
-            )
-
-
-def _in_place_partner(target: OpOverload, device: str) -> OpOverload | None:
-    """The overload of the same arguments that changes the first of them."""
-    packet = getattr(torch.ops.aten, f"{schema_of(target).name.removeprefix('aten::')}_", None)
-    if packet is None or len(schema_of(target).returns) != 1:
-        return None
-    for overload in _overloads(packet):
-        changed = [
-            argument.name
-            for argument in schema_of(overload).arguments
-            if argument.alias_info is not None
-        ]
-        is_partner = _signature(overload) == _signature(target) and changed == [
-            schema_of(target).arguments[0].name
-        ]
-        if is_partner and _is_native(overload, device):
-            return overload
-    return None
-
-
-def _overloads(packet: Any) -> list[OpOverload]:
-    return [getattr(packet, name) for name in packet.overloads()]
-
-
-def _signature(overload: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in schema_of(overload).arguments]
-
-
-def _is_native(overload: OpOverload, device: str) -> bool:
-    """Whether it has a written kernel, not one generated from the functional overload and a
-    copy.
-    """
-    return torch.Tag.generated not in overload.tags and any(
-        has_kernel_for(overload.name(), key) for key in (device.upper(), *_COMPOSED)
-    )
 
 
 def _call_out(

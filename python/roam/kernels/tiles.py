@@ -391,7 +391,7 @@ class _Trial:
                 return number
             self._made[key] = [
                 value
-                for member, value in zip(tile.made, outs, strict=True)
+                for member, value in zip(tile.made, outs, strict=False)
                 if member.slot not in self.makers
             ]
         new = (member.slot for member in tile.made if member.slot not in self.makers)
@@ -415,10 +415,7 @@ class _Trial:
         own = list(inputs)
         for place, _ in body.changed:
             own[place] = own[place].clone()
-        outs += [
-            torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
-            for made in body.results
-        ]
+        outs += body.outs(self.device)
         try:
             body.run(own, outs, compare)
         except _DifferentError as error:
@@ -436,7 +433,7 @@ class _Trial:
     def _other_results(self, tile: Tile, outs: Sequence[Tensor]) -> int | None:
         """The number of the first result that is not the whole's; None if all are."""
         whole = self.whole
-        for member, made, value in zip(tile.made, tile.body.results, outs, strict=True):
+        for member, made, value in zip(tile.made, tile.body.results, outs, strict=False):
             slots, found = self._noted(member.slot, value)
             if any(
                 slot in whole and differ([own], [whole[slot]])

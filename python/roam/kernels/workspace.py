@@ -28,7 +28,7 @@ from roam.program.bits import with_bits
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import ATTENTION, is_foreign, is_region, on_list
 from roam.program.releases import Release, released
-from roam.program.tiles import run_into, run_some_into
+from roam.program.tiles import TILES, run_into, run_some_into
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -522,7 +522,8 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
         taken, kept = peak(run)
         # What the kernel keeps allocated it made for the first call alone.
         taken = peak(run)[0] if kept else taken
-    return 0 if device.type == "cpu" and _is_written(at) and taken < _LEAST_BYTES else taken
+    is_little = device.type == "cpu" and _is_written(at) and taken < _LEAST_BYTES
+    return 0 if is_little and call.target is not TILES else taken
 
 
 def in_parts(kernel: Callable[..., object]) -> Callable[..., object]:

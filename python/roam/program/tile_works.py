@@ -26,12 +26,15 @@ def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, paddi
     """Adds what a block's indices have to the gradient of an embedding's weight. The very kernel
     adds one row after the other: first what there is already, which no sum from zero on changes.
     """
-    own, grad = indices.flatten().to(torch.int64), grad.reshape(-1, grad.shape[-1])
+    own, grad = indices.flatten(), grad.reshape(-1, grad.shape[-1])
     rows = total.shape[0]
-    if not is_first:
-        own = torch.cat([torch.arange(rows, dtype=own.dtype, device=own.device), own])
-        grad = torch.cat([total, grad])
-    total.copy_(aten.embedding_dense_backward(grad, own, rows, padding, False))
+    before = torch.arange(rows, device=own.device)
+    for piece in pieces(grad, max(grad.itemsize, torch.int64.itemsize // grad.shape[1])):
+        at, new = own[piece].to(torch.int64), grad[piece]
+        if not is_first:
+            at, new = torch.cat([before, at]), torch.cat([total, new])
+        total.copy_(aten.embedding_dense_backward(new, at, rows, padding, False))
+        is_first = False
 
 
 MOST_ROWS = 255
@@ -43,14 +46,14 @@ def pick(scores: Tensor, label: Tensor) -> Tensor:
     return scores.gather(1, label.clamp(0, scores.shape[1] - 1).unsqueeze(1))
 
 
-_PIECE_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 17
 """Pieces of rows of about so many bytes are made of what takes memory for itself."""
 
 
-def read_rows(table: Tensor, indices: Tensor) -> Tensor:
+def read_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows of a table at indices; the last row where an index is none."""
     rows, width = table.shape
-    made = table.new_empty((*indices.shape, width))
+    made = table.new_empty((*indices.shape, width)) if out is None else out
     flat, own = made.view(-1, width), indices.reshape(-1)
     if width == 1:  # a quicker kernel
         table, flat = table.reshape(-1), flat.view(-1)
@@ -68,7 +71,11 @@ def rows_at(indices: Tensor, rows: int, none: int | None = None) -> Tensor:
 
 def as_bytes(indices: Tensor, rows: int) -> Tensor:
     """Indices of no more than `MOST_ROWS` rows in a byte each; the largest one is none."""
-    return rows_at(indices, rows, MOST_ROWS).to(torch.uint8)
+    made = indices.new_empty(indices.shape, dtype=torch.uint8)
+    flat, own = indices.reshape(-1), made.view(-1)
+    for piece in pieces(flat):
+        own[piece].copy_(rows_at(flat[piece], rows, MOST_ROWS))
+    return made
 
 
 def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
@@ -77,6 +84,9 @@ def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
     the row, which adds nothing to it, not even a sign of zero.
     """
     found = grad.new_empty((*grad.shape[:-1], 1))
+    size, column = grad.shape[-1], found.view(-1, 1)
+    grad = grad.reshape(-1, size)
+    output = None if output is None else output.reshape(-1, size)
     for rows in pieces(grad):
         wide = functional.pad(grad[rows], (0, 1), value=-0.0)
         if output is None:
@@ -84,7 +94,7 @@ def row_total(grad: Tensor, output: Tensor | None = None) -> Tensor:
         else:
             ones = functional.pad(output[rows], (0, 1), value=1.0)
             less = aten._softmax_backward_data(wide, ones, -1, grad.dtype)
-        torch.neg(less[..., -1:], out=found[rows])
+        torch.neg(less[:, -1:], out=column[rows])
     return found
 
 
@@ -100,13 +110,15 @@ def less_exponential(values: Tensor, out: Tensor | None = None) -> Tensor:
     """The exponential's negative, by the function of the softmax kernels, which is not that of
     `torch.exp`: the gradient of a log-softmax takes it from rows of zeros whose sum is one.
     """
-    made = torch.empty_like(values) if out is None else out
-    for rows in pieces(values):
-        wide = functional.pad(values[rows], (0, 1))
+    made = values.new_empty(values.shape) if out is None else out
+    size = values.shape[-1]
+    flat, own = values.reshape(-1, size), made.view(-1, size)
+    for rows in pieces(flat):
+        wide = functional.pad(flat[rows], (0, 1))
         one = torch.full_like(wide, -0.0)
-        one[..., -1] = 1
+        one[:, -1] = 1
         less = aten._log_softmax_backward_data(one, wide, -1, values.dtype)
-        made[rows].copy_(less[..., :-1])
+        own[rows].copy_(less[:, :-1])
     return made
 
 
@@ -114,21 +126,28 @@ def less_share_of_one(
     grad: Tensor, output: Tensor, total: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Some columns of the gradient of a log-softmax, of rows in which no more than one element of
-    what comes in is not zero: if it is not among the columns, one more column has it, so that the
-    very kernel gets the whole rows' sums.
+    what comes in is not zero. Where it is not among the columns, it takes the first one's place, so
+    that the very kernel gets the whole rows' sums; the first column is then made apart.
     """
-    made = torch.empty_like(grad) if out is None else out
-    for rows in pieces(grad, 2 * grad.itemsize):
-        own = grad[rows]
-        rest = total[rows].masked_fill(own.sum(-1, keepdim=True) != 0, 0)
-        wide, last = torch.cat([own, rest], -1), functional.pad(output[rows], (0, 1))
-        aten._log_softmax_backward_data.out(wide, last, -1, grad.dtype, out=wide)
-        made[rows].copy_(wide[..., :-1])
+    made = grad.clone(memory_format=torch.contiguous_format) if out is None else out
+    if out is not None and out is not grad:
+        made.copy_(grad)
+    first = made[..., :1]
+    pair = torch.cat([first, total.masked_fill(first != 0, 0)], -1)
+    aten._log_softmax_backward_data.out(
+        pair, functional.pad(output[..., :1], (0, 1)), -1, grad.dtype, out=pair
+    )
+    is_here = made.sum(-1, keepdim=True) != 0
+    first.copy_(torch.where(is_here, first, total))
+    aten._log_softmax_backward_data.out(made, output, -1, grad.dtype, out=made)
+    first.copy_(pair[..., :1])
     return made
 
 
 def pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
-    """Rows of a tensor in pieces of about `_PIECE_BYTES`."""
+    """Rows of a tensor in pieces of about `_PIECE_BYTES`; one of a tensor without memory."""
+    if tensor.is_meta:
+        return [slice(None)]
     rows = tensor.shape[0]
     whole_bytes = tensor.numel() * (element_bytes or tensor.itemsize)
     each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), 1)

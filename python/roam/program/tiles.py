@@ -17,6 +17,7 @@ nothing else reads or writes the tensor until the call ends.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from roam.program.ir import Ref, substitute
-from roam.program.tile_works import less_exponential, less_share_of_one, pieces, safe_softmax
+from roam.program.tile_works import (
+    less_exponential,
+    less_share_of_one,
+    pieces,
+    read_rows,
+    safe_softmax,
+)
+from roam.torch_compat.overloads import out_overload
 from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
@@ -108,6 +116,26 @@ class Held:
     shape: tuple[Any, ...]
     dtype: torch.dtype
 
+    def empty(self, like: Tensor, count: int) -> Tensor:
+        """Memory for a block of `count` elements, where another tensor is."""
+        return like.new_empty(_filled(self.shape, (), 0, count), dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value lies in the scratch memory of a call.
+
+    Attributes:
+        number: of the value.
+        offset_bytes: where it begins.
+    """
+
+    number: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -129,6 +157,11 @@ class Body:
             the work that changes it makes.
         over: (place among the inputs, place among the results): what may take the memory of what is
             given.
+        scratch_bytes: of a result more, in which values of tiles lie; without one if 0. Nobody
+            reads it.
+        places: where what works make lies in that, for each number of elements of tiles.
+        closing_places: where what is held, and what is made when a block ends, lies in it, for each
+            number of elements of blocks.
     """
 
     size: int
@@ -142,6 +175,9 @@ class Body:
     closing: tuple[Work, ...] = ()
     changed: tuple[tuple[int, int], ...] = ()
     over: tuple[tuple[int, int], ...] = ()
+    scratch_bytes: int = 0
+    places: tuple[tuple[int, tuple[Place, ...]], ...] = ()
+    closing_places: tuple[tuple[int, tuple[Place, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         # The tiles' parts of a result are all of it, and no two of them have an element in common.
@@ -194,6 +230,16 @@ class Body:
         for start, length in self.blocks():
             yield from _intervals(start, start + length, self.length)
 
+    def outs(self, device: torch.device) -> list[Tensor]:
+        """Memory for all results."""
+        made = [
+            torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+            for one in self.results
+        ]
+        if self.scratch_bytes:
+            made.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
+        return made
+
     def run(
         self,
         inputs: Sequence[Any],
@@ -203,8 +249,9 @@ class Body:
         """Writes all results. `seen` gets the number of each value that is made, the value, and
         where the tile begins and how long it is.
         """
+        room = self._room(outs)
         for first, count in self.blocks():
-            self._block(inputs, outs, first, count, seen)
+            self._block(inputs, outs, room, first, count, seen)
 
     def run_some(self, inputs: Sequence[Any], outs: Sequence[Tensor]) -> float:
         """Runs the first two blocks and the last one, or tiles where nothing is added up: others
@@ -215,54 +262,74 @@ class Body:
         """
         parts = list(self.blocks() if self.closing else self.intervals())
         some = dict.fromkeys((*parts[:2], parts[-1]))
+        room = self._room(outs)
         for first, count in some:
-            self._block(inputs, outs, first, count, None)
+            self._block(inputs, outs, room, first, count, None)
         return self.size / sum(count for _, count in some)
+
+    def _room(self, outs: Sequence[Tensor]) -> _Room:
+        """All places, as tensors."""
+
+        def there(place: Place) -> Tensor:
+            scratch = outs[-1]
+            size_bytes = math.prod(place.shape) * place.dtype.itemsize
+            own = scratch.narrow(0, place.offset_bytes, size_bytes).view(place.dtype)
+            return own.as_strided(place.shape, place.stride)
+
+        return [
+            {length: {place.number: there(place) for place in those} for length, those in places}
+            for places in (self.places, self.closing_places)
+        ]
 
     def _block(
         self,
         inputs: Sequence[Any],
         outs: Sequence[Tensor],
+        room: _Room,
         first: int,
         count: int,
         seen: Callable[[int, Any, int, int], None] | None,
     ) -> None:
         """Runs the tiles of a block. It is a function so that no name keeps memory afterwards."""
+        of_tiles, of_blocks = room
+        whole = of_blocks.get(count, {})
         held: dict[int, Tensor] = {}
-        if count > self.length:
-            for one in self.held:
-                shape = _filled(one.shape, (), first, count)
-                held[one.number] = inputs[0].new_empty(shape, dtype=one.dtype)
-        for start, length in _intervals(first, first + count, self.length):
-            places = {
-                one.number: held[one.number].narrow(one.dim, start - first, length)
+        if self.block > self.length:
+            held = {
+                one.number: whole[one.number] if whole else one.empty(inputs[0], count)
                 for one in self.held
-                if held
             }
-            values = self._values(inputs, start, length)
+        for start, length in _intervals(first, first + count, self.length):
+            places = of_tiles.get(length, {})
+            if held:
+                places = places | {
+                    one.number: held[one.number].narrow(one.dim, start - first, length)
+                    for one in self.held
+                }
+            values = self.values(inputs, start, length)
             for work in self.works:
                 if work.adds_to is None:
-                    _work(work, values, start, length, places, seen)
+                    run_work(work, values, start, length, places, seen)
                 else:
                     _add(work, outs, values, start, length)
-            for result, out in zip(self.results, outs, strict=True):
+            for result, out in zip(self.results, outs, strict=False):
                 if result.cut is not None:
                     part_of(out, result.cut, start, length).copy_(values[result.number])
         if not self.closing:
             return
-        if not held:  # one tile is the block
+        if self.block <= self.length:  # one tile is the block
             held = {one.number: values[one.number] for one in self.held}
         del places, values
-        values = self._values(inputs, first, count)
+        values = self.values(inputs, first, count)
         for one in self.held:
             values[one.number] = held[one.number]
         for work in self.closing:
             if work.adds_to is None:
-                _work(work, values, first, count, {}, None)
+                run_work(work, values, first, count, whole)
             else:
                 _add(work, outs, values, first, count)
 
-    def _values(self, inputs: Sequence[Any], start: int, length: int) -> list[Any]:
+    def values(self, inputs: Sequence[Any], start: int, length: int) -> list[Any]:
         """Parts of what is given, and room for what is made."""
         values: list[Any] = [
             tensor if cut is None else part_of(tensor, cut, start, length)
@@ -273,6 +340,10 @@ class Body:
             default=0,
         )
         return values + [None] * (count + 1 - len(values))
+
+
+_Room = list[dict[int, dict[int, Tensor]]]
+"""Of tiles, and of blocks: by the number of elements, where values lie by their numbers."""
 
 
 def _intervals(first: int, end: int, length: int) -> Iterator[tuple[int, int]]:
@@ -289,13 +360,13 @@ def _add(work: Work, outs: Sequence[Tensor], values: list[Any], start: int, leng
     work.target(outs[work.adds_to], start == 0, *args)
 
 
-def _work(
+def run_work(
     work: Work,
     values: list[Any],
     start: int,
     length: int,
     places: Mapping[int, Tensor],
-    seen: Callable[[int, Any, int, int], None] | None,
+    seen: Callable[[int, Any, int, int], None] | None = None,
 ) -> None:
     """Calls what makes one value or more, into `places` where these have one."""
     args = _filled(work.args, values, start, length)
@@ -322,65 +393,114 @@ def refs_of(value: Any) -> list[int]:
     return found
 
 
-OVER: dict[Any, tuple[Any, str]] = {
-    target: (getattr(target.overloadpacket, overload), name)
-    for target, overload, name in (
-        (aten._log_softmax.default, "out", "out"),
-        (aten._softmax.default, "out", "out"),
-        (aten._log_softmax_backward_data.default, "out", "out"),
-        (aten._softmax_backward_data.default, "out", "grad_input"),
-        (aten.add.Tensor, "out", "out"),
-        (aten.addcmul.default, "out", "out"),
-        (aten.div.Tensor, "out", "out"),
-        (aten.gelu.default, "out", "out"),
-        (aten.mul.Tensor, "out", "out"),
-        (aten.neg.default, "out", "out"),
-        (aten.sigmoid.default, "out", "out"),
-        (aten.silu.default, "out", "out"),
-        (aten.silu_backward.default, "grad_input", "grad_input"),
-        (aten.sub.Tensor, "out", "out"),
-        (aten.tanh.default, "out", "out"),
-        (aten.tanh_backward.default, "grad_input", "grad_input"),
-    )
-} | {work: (work, "out") for work in (less_exponential, less_share_of_one, safe_softmax)}
+def _filled_over(value: Tensor, mask: Tensor, other: Any, *, out: Tensor) -> Tensor:
+    if out is not value:
+        out.copy_(value)
+    return out.masked_fill_(mask, other)
+
+
+OVER: dict[Any, tuple[Any, str]] = (
+    {
+        target: (getattr(target.overloadpacket, overload), name)
+        for target, overload, name in (
+            (aten._log_softmax.default, "out", "out"),
+            (aten._softmax.default, "out", "out"),
+            (aten._log_softmax_backward_data.default, "out", "out"),
+            (aten._softmax_backward_data.default, "out", "grad_input"),
+            (aten.add.Tensor, "out", "out"),
+            (aten.addcmul.default, "out", "out"),
+            (aten.div.Tensor, "out", "out"),
+            (aten.gelu.default, "out", "out"),
+            (aten.mul.Tensor, "out", "out"),
+            (aten.neg.default, "out", "out"),
+            (aten.sigmoid.default, "out", "out"),
+            (aten.silu.default, "out", "out"),
+            (aten.silu_backward.default, "grad_input", "grad_input"),
+            (aten.sub.Tensor, "out", "out"),
+            (aten.tanh.default, "out", "out"),
+            (aten.tanh_backward.default, "grad_input", "grad_input"),
+        )
+    }
+    | {aten.masked_fill.Scalar: (_filled_over, "out")}
+    | {work: (work, "out") for work in (less_exponential, less_share_of_one, safe_softmax)}
+)
 """What may write its result over its first argument, if that has the result's shape and dtype: the
 overload that does, and what it calls the result."""
 
 
+def _to_copy(value: Tensor, *, out: Tensor, **kwargs: Any) -> Tensor:
+    return out.copy_(value)
+
+
+def _reshaped(value: Tensor, shape: Any, *, out: Tensor) -> Tensor:
+    return out.view(value.shape).copy_(value)
+
+
+@functools.cache
+def into(target: Any) -> tuple[Any, str, frozenset[str]] | None:
+    """What writes the one result of a target where it is told, what it calls the result, and
+    arguments that it does not take; None if nothing does.
+    """
+    if target in OVER:
+        return *OVER[target], frozenset()
+    if target in (aten._to_copy.default, aten.clone.default):
+        return _to_copy, "out", frozenset()
+    if target is read_rows:
+        return read_rows, "out", frozenset()
+    if target is aten.reshape.default:  # one that copies
+        return _reshaped, "out", frozenset()
+    found = out_overload(target, "cpu")[0] if isinstance(target, OpOverload) else None
+    if found is None:
+        return None
+    overload, names, dropped = found
+    return (overload, names[0], dropped) if len(names) == 1 else None
+
+
 def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor | None) -> Any:
     """What a work makes, in a place or over its first argument where it can."""
-    if work.over is None and (place is None or work.target not in OVER):
+    if place is None and work.over is not None and _fits(args, kwargs):
+        place = args[0]
+    found = None if place is None else into(work.target)
+    if found is None or place is None or not (place.is_contiguous() or writes_anywhere(work)):
         return work.target(*args, **kwargs)
-    first = args[0]
-    place = first if place is None else place
-    is_mixed = False
-    for other in (*args[1:], *kwargs.values()):
-        if isinstance(other, Tensor) and other.dim():
-            # A tensor of one number has the dtype of the others.
-            shape = torch.broadcast_shapes(first.shape, other.shape)
-            kind = torch.promote_types(other.dtype, first.dtype)
-            if kind != first.dtype or shape != first.shape:
-                return work.target(*args, **kwargs)
-            is_mixed |= other.dtype != kind
-        elif isinstance(other, torch.dtype) and other != first.dtype:
-            return work.target(*args, **kwargs)
-    if not first.dtype.is_floating_point or not place.is_contiguous():
-        return work.target(*args, **kwargs)
-    if place.dtype != first.dtype or place.shape != first.shape:
-        return work.target(*args, **kwargs)
-    target, name = OVER[work.target]
-    if is_mixed:  # by elements, and what has another dtype is copied to the first one's
+    target, name, dropped = found
+    kept = {key: value for key, value in kwargs.items() if key not in dropped}
+    if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
         wide = {at: arg for at, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dim()}
-        if all(arg.shape == first.shape and arg.is_contiguous() for arg in wide.values()):
+        is_mixed = any(arg.dtype != place.dtype for arg in wide.values())
+        if is_mixed and all(
+            arg.shape == place.shape and arg.is_contiguous() for arg in wide.values()
+        ):  # the kernel copies what has another dtype
             flat = place.view(-1)
             for piece in pieces(flat):
                 parts = list(args)
                 for at, arg in wide.items():
                     parts[at] = arg.view(-1)[piece]
-                target(*parts, **kwargs, **{name: flat[piece]})
+                target(*parts, **kept, **{name: flat[piece]})
             return place
-    target(*args, **kwargs, **{name: place})
+    target(*args, **kept, **{name: place})
     return place
+
+
+def writes_anywhere(work: Work) -> bool:
+    """Whether a work writes by elements, however these lie."""
+    copies = (aten._to_copy.default, aten.clone.default)
+    is_pointwise = isinstance(work.target, OpOverload) and torch.Tag.pointwise in work.target.tags
+    return is_pointwise or work.target in copies
+
+
+def _fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of a work has the shape and dtype of its first argument."""
+    first = args[0]
+    for other in (*args[1:], *kwargs.values()):
+        if isinstance(other, Tensor) and other.dim():
+            # A tensor of one number has the dtype of the others.
+            shape = torch.broadcast_shapes(first.shape, other.shape)
+            if torch.promote_types(other.dtype, first.dtype) != first.dtype or shape != first.shape:
+                return False
+        elif isinstance(other, torch.dtype) and other != first.dtype:
+            return False
+    return bool(first.dtype.is_floating_point)
 
 
 def lengths_of(size: int, tiles: int) -> list[int]:
@@ -459,10 +579,7 @@ _library.define("part_of_axis(Tensor whole, int[] shape, int[] slice) -> Tensor"
 
 def _run(tensors: Sequence[Tensor], body: str, numbers: Sequence[float]) -> list[Tensor]:
     known = _bodies[body]
-    outs = [
-        torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=tensors[0].device)
-        for made in known.results
-    ]
+    outs = known.outs(tensors[0].device)
     known.run([*tensors, *numbers], outs)
     return outs
 

@@ -25,6 +25,7 @@ from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, ref_to, sub
 from roam.program.lower import flops_of
 from roam.program.operators import is_ours, is_region
 from roam.program.passes import prune
+from roam.program.tile_places import with_places
 from roam.program.tile_works import (
     ELSEWHERE,
     MOST_ROWS,
@@ -990,6 +991,11 @@ class _Tiling:
             if not builder.given() or not self._holds(builder, position, members):
                 raise Uncut(next(iter(sorted(builder.remade))) if builder.remade else -1)
             body, parts = builder.body(numbers, members)
+            metas = [builder.meta(slot) for slot in builder.given()]
+            body = with_places(body, metas)
+            made = [member.slot for member in members if not member.changes]
+            if body.scratch_bytes:
+                made.append(self.new(metas[0], (body.scratch_bytes,), "scratch", torch.uint8))
             of = [program.calls[member.position] for member in reversed(members)]
             source = next((one.source for one in of if one.source.file), of[0].source)
             call = Call(
@@ -1000,7 +1006,7 @@ class _Tiling:
                     [ref_to(slot) for slot in builder.given_numbers()],
                 ),
                 {},
-                tuple(member.slot for member in members if not member.changes),
+                tuple(made),
                 True,
                 program.calls[position].phase,
                 source,
