@@ -18,9 +18,10 @@ import roam
 from roam.kernels import tiles
 from roam.kernels.tiles import Cutter
 from roam.program import tiling
+from roam.program.bits import differ
 from roam.program.ir import Program, Ref
 from roam.program.tile_works import add_product
-from roam.program.tiles import Body, Made, Work, part_of
+from roam.program.tiles import Body, Made, Work, part_of, refs_of
 from roam.program.tiling import Tiled, candidates, out_of_place, tiled
 from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak
@@ -696,6 +697,82 @@ def test_some_blocks_take_as_much_memory_as_all(monkeypatch: pytest.MonkeyPatch)
                     assert cut is not None
                     there, here = (part_of(own, cut, start, length) for own in (expected, result))
                     assert torch.equal(there, here)
+
+
+@pytest.mark.parametrize("parts", [4, 16])
+@pytest.mark.parametrize("loss", [cross_entropy, distilled, with_entropy, weighted_each])
+def test_values_that_share_memory_are_not_needed_at_one_time(
+    monkeypatch: pytest.MonkeyPatch, loss: Loss, parts: int
+) -> None:
+    """Nothing changes a value, in memory that others have before and after it, as long as it is
+    needed; with all values in memory of their own a body gives the same bits, and takes no less.
+    """
+    program = captured(monkeypatch, partial(made, loss), batches(1)[0])
+    large = {number for number, size in candidates(program).items() if size >= ROWS * WIDTH * 4}
+    refused = {
+        (slot, None, block)
+        for slot in range(len(program.slots))
+        for block in range(ROWS)
+        if block != 192
+    }
+    holds = 0
+    for gone, others in (
+        (logits_of(program), frozenset()),
+        (logits_of(program), refused),
+        (large, frozenset()),
+        (large, refused),
+    ):
+        found = tiled(program, gone, ROWS * CLASSES * 4 // parts, others)
+        if found is None:
+            continue
+        assert any(tile.body.scratch_bytes for tile in found.tiles)
+        generator = torch.Generator().manual_seed(parts)
+        for body, call in ((tile.body, tile.call) for tile in found.tiles):
+            holds += bool(body.held) and body.block > body.length
+            inputs: list[Tensor] = []
+            for meta in (found.slots[slot] for slot in call.refs()):
+                assert meta is not None
+                one = torch.empty(meta.shape, dtype=meta.dtype)
+                is_float = meta.dtype.is_floating_point
+                inputs.append(one.normal_(generator=generator) if is_float else one.zero_())
+            own = replace(body, scratch_bytes=0, places=(), closing_places=())
+            results = []
+            for one, seen in ((own, None), (body, unchanged(body))):
+                given, outs = [value.clone() for value in inputs], one.outs(torch.device("cpu"))
+                for out in outs:
+                    out.view(-1).view(torch.uint8).fill_(255)
+                one.run(given, outs, seen)
+                results.append([*outs[: len(body.results)], *given])
+            assert not differ(*results)
+            room = measure_peak(own.run, inputs, own.outs(torch.device("cpu"))).peak_bytes
+            assert body.scratch_bytes <= room
+    assert holds or parts > 4 or loss is not cross_entropy
+
+
+def unchanged(body: Body) -> Callable[[int, Tensor, int, int], None]:
+    """Sees to it that values are what they were when they were made, as long as they are needed: by
+    later works, until all of a tile are done, or until a block is.
+    """
+    makers = {number: at for at, work in enumerate(body.works) for number in work.makes}
+    last = dict(makers)
+    for at, work in enumerate(body.works):
+        last.update(dict.fromkeys(refs_of((work.args, work.kwargs)), at))
+    last.update(dict.fromkeys((made.number for made in body.results), len(body.works)))
+    held = {one.number for one in body.held}
+    there: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def see(number: int, value: Tensor, start: int, length: int) -> None:
+        block = start // body.block
+        for key, (one, kept) in list(there.items()):
+            before, since = key
+            is_kept = before in held and since // body.block == block
+            if is_kept or (since == start and last[before] > makers[number]):
+                assert not differ([one], [kept]), f"{before} is not what it was at {number}"
+            else:
+                del there[key]
+        there[number, start] = value, value.clone()
+
+    return see
 
 
 def test_equal_calls_are_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
