@@ -28,7 +28,7 @@ from roam.program.bits import with_bits
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.program.operators import ATTENTION, is_foreign, is_region, on_list
 from roam.program.releases import Release, released
-from roam.program.tiles import TILES, run_into, run_some_into
+from roam.program.tiles import TILES, body_of, run_into, run_some_into
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -88,7 +88,7 @@ class NoRoom(Exception):
             f"what it reads and makes take {size_bytes} bytes in addition to what exists before "
             "the step. Raise the limit, or take a smaller batch"
         )
-        self.call = call
+        self.call, self.trial_bytes = call, size_bytes
 
 
 def workspaces(
@@ -371,14 +371,18 @@ def touched_bytes(program: Program, call: Call) -> int:
 
 
 def _trial_bytes(program: Program, index: int) -> int:
-    """Bytes that trying a call takes, except for what its kernel takes: see `_taken`."""
-    if program.calls[index].mutates or wants_values(program.calls[index]):
-        return touched_bytes(program, program.calls[index])
+    """Bytes that trying a call takes, except for what its kernel takes: see `_taken`. The scratch
+    memory of tiles is a part of that: if there is too little room, the total of their plan tells.
+    """
+    call = program.calls[index]
+    scratch_bytes = body_of(call.args[1]).scratch_bytes if call.target is TILES else 0
+    if call.mutates or wants_values(call):
+        return touched_bytes(program, call) - scratch_bytes
     made = {program.storage_of(slot) for slot in _made(program, index)}
-    slots = program.calls[index].refs()
-    read = {program.storage_of(slot) for slot in slots if program.slots[slot] is not None}
+    read = {program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None}
     sizes = [program.storages[number].size_bytes for number in read - made]
-    return max(sizes, default=0) + sum(program.storages[number].size_bytes for number in made)
+    made_bytes = sum(program.storages[number].size_bytes for number in made)
+    return max(sizes, default=0) + made_bytes - scratch_bytes
 
 
 def _is_written(at: Placed | None) -> bool:

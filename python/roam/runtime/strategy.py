@@ -679,12 +679,16 @@ class _Chooser:
             if not estimates:
                 continue
             total_bytes, parts = estimates[-1]
+            if total_bytes <= limit_bytes:
+                estimates = [one for one in estimates if one[0] < _REACH * limit_bytes]
             if total_bytes > limit_bytes:  # operators have to run again
                 total_bytes, finer = self._least_by_parts(
                     program, gone, most, parts, limit_bytes, refused
                 )
                 self._tiles_floors.append(total_bytes)
-                estimates += [(total_bytes, finer)] if finer > parts else []
+                estimates[-1] = total_bytes, finer
+                if total_bytes <= limit_bytes:
+                    estimates = self._reaching(program, gone, most, estimates, limit_bytes, refused)
             if total_bytes > limit_bytes:
                 self._tiled_bytes.append(total_bytes)
                 if total_bytes <= _WORTH_TILES * reached_bytes:
@@ -718,6 +722,30 @@ class _Chooser:
             if made is not None:
                 return made[0]
         return None
+
+    def _reaching(
+        self,
+        program: Program,
+        gone: set[int],
+        most_bytes: int,
+        estimates: list[tuple[int, int]],
+        limit_bytes: int,
+        refused: Collection[Part],
+    ) -> list[tuple[int, int]]:
+        """(bytes, parts), of estimates of which the last keeps within a limit if operators run
+        again: those from the fewest parts that do, since larger tiles take less time.
+        """
+        first, last = 0, len(estimates) - 1
+        while first < last:
+            middle = (first + last) // 2
+            parts = estimates[middle][1]
+            least_bytes = self._least_with(program, gone, most_bytes // parts, refused)
+            if least_bytes is not None and least_bytes <= limit_bytes:
+                last = middle
+                estimates[middle] = least_bytes, parts
+            else:
+                first = middle + 1
+        return estimates[last:]
 
     def _least_by_parts(
         self,
@@ -783,12 +811,12 @@ class _Chooser:
         Args:
             cutter: of these tensors.
             part_bytes, limit_bytes, most_s: these.
-            most_cost: tiles that cost more are not tried.
+            most_cost: tiles that do not cost less are not tried.
             tries_all: whether a way for which there is no plan is tried too: if it is not exact,
                 there may be a plan for the next one. Mostly there is none, and trials take long.
         """
         for found in cutter.ways(part_bytes):
-            if found.cost > most_cost:
+            if found.cost > _WORTH_TILES * most_cost:
                 return None
             choice = self._within_by_tiles(found, limit_bytes)
             if choice is not None and _extra_s(choice) >= most_s:
@@ -826,18 +854,20 @@ class _Chooser:
         refused: Collection[Part],
     ) -> list[tuple[int, int]]:
         """(total, parts): into how many parts the largest tensors have to be cut to keep within a
-        limit, if all cuts are exact, or after which number smaller ones save almost nothing; before
-        it, fewer parts that may keep within the limit if operators run again. Empty if nothing can
-        be cut.
+        limit, if all cuts are exact, or after which number smaller ones save almost nothing, and
+        fewer parts before it. Empty if nothing can be cut.
         """
         best: list[tuple[int, int]] = []
-        misses = 0
+        misses, lacked_bytes = 0, 0
         for parts in _PARTS:
             found = tiled(program, gone, most_bytes // parts, refused)
             if found is None:
                 break
             choice, _ = self._way_by_tiles(found)
             if self._untried is not None:  # smaller ones may have room
+                if self._untried.trial_bytes == lacked_bytes:
+                    break
+                lacked_bytes = self._untried.trial_bytes
                 continue
             if best and choice.total_bytes > _WORTH_TILES * best[-1][0]:
                 misses += 1
@@ -848,7 +878,7 @@ class _Chooser:
             best.append((choice.total_bytes, parts))
             if choice.total_bytes + choice.checks_bytes <= limit_bytes:
                 break
-        return [one for one in best[:-1] if one[0] < _REACH * limit_bytes] + best[-1:]
+        return best
 
     def _way_by_tiles(self, found: Tiled) -> tuple[Choice, Lowering]:
         """The best way to run a program with tiles, and the program lowered."""
