@@ -775,6 +775,23 @@ def unchanged(body: Body) -> Callable[[int, Tensor, int, int], None]:
     return see
 
 
+@pytest.mark.parametrize(("limit_bytes", "first"), [(60, 2), (45, 4), (35, 8), (20, 16)])
+def test_the_fewest_parts_that_keep_within_a_limit_are_tried_first(
+    limit_bytes: int, first: int
+) -> None:
+    least = {2: 50, 4: 40, 8: 30, 16: 20}
+
+    def least_with(program: object, gone: object, part_bytes: int, refused: object) -> int:
+        return least[1024 // part_bytes]
+
+    chooser: Any = SimpleNamespace(_least_with=least_with)
+    totals = [(90, 2), (80, 4), (70, 8), (20, 16)]
+    program: Any = None
+    found = _Chooser._reaching(chooser, program, set(), 1024, totals, limit_bytes, ())
+    assert [parts for _, parts in found] == [one for one in least if one >= first]
+    assert all(size <= limit_bytes for size, parts in found if parts in (first, 16))
+
+
 def test_equal_calls_are_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two micro-batches are cut alike."""
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path))
