@@ -391,7 +391,7 @@ class _Trial:
                 return number
             self._made[key] = [
                 value
-                for member, value in zip(tile.made, outs, strict=False)
+                for member, value in zip(tile.made, outs[: len(tile.made)], strict=True)
                 if member.slot not in self.makers
             ]
         new = (member.slot for member in tile.made if member.slot not in self.makers)
@@ -433,7 +433,8 @@ class _Trial:
     def _other_results(self, tile: Tile, outs: Sequence[Tensor]) -> int | None:
         """The number of the first result that is not the whole's; None if all are."""
         whole = self.whole
-        for member, made, value in zip(tile.made, tile.body.results, outs, strict=False):
+        values = outs[: len(tile.made)]  # without scratch memory
+        for member, made, value in zip(tile.made, tile.body.results, values, strict=True):
             slots, found = self._noted(member.slot, value)
             if any(
                 slot in whole and differ([own], [whole[slot]])

@@ -1,10 +1,13 @@
 """Where the values of tiles lie: a layout of the scratch memory of one call of `roam::tiles`.
 
-What a body makes for one tile is small beside the whole, but may still be tens of MiB, and memory
-that large comes anew from the system for each tile if the allocator is asked. So the shapes of all
-values are found out on tensors without memory, values whose kernels can write where they are told
-are packed by their lifetimes, as tensors of a step are, and all tiles of the call use that memory:
-one more result of the call, which nobody reads, and which lies where the plan says.
+What a body makes for one tile is small beside the whole, but may still be tens of MiB. Memory that
+large comes anew from the system whenever the allocator is asked for it, so all tiles of a call
+share one *scratch memory*. It is one more result of the call, which nobody reads and which lies
+where the plan says.
+
+The works run once on tensors without memory (PyTorch's device "meta"), which tells the shapes of
+all values. Values whose kernels can write to memory that they are given are packed by their
+lifetimes, as the tensors of a step are.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from roam.program.tiles import Body, Place, Work, into, refs_of, run_work, write
 from roam.torch_compat.private import c_pointer, disable_current_modes
 
 _LEAST_BYTES = 1 << 12
-"""The allocator has less at hand."""
+"""Smaller values come from the allocator, which has so much at hand."""
 _ALIGNMENT_BYTES = 64
+"""As the allocator's: a product may be rounded otherwise elsewhere in a cache line."""
 _PACKING_WORK = 100_000
+"""Comparisons granted to the packer: a body has at most some tens of values."""
 _Values = dict[int, Tensor]
+"""Values by their numbers."""
 
 
 def with_places(body: Body, metas: Sequence[TensorMeta]) -> Body:
-    """The body with a place for each value that can be written where it is told.
+    """The body with a place in scratch memory for each large value whose kernel can write there.
 
     Args:
         body: a body without places.
@@ -39,18 +45,17 @@ def with_places(body: Body, metas: Sequence[TensorMeta]) -> Body:
         with disable_current_modes(), torch.no_grad():
             of_tiles, of_blocks = _made(body, metas)
     except (RuntimeError, IndexError, ValueError, TypeError):
-        return body  # a kernel that needs memory, or one that fails when it is tried, too
+        return body  # a kernel does not run without memory; if it never runs, a trial will tell
     tiles, end = len(body.works), len(body.works) + len(body.closing)
-    is_held = body.block > body.length
     held = [one.number for one in body.held]
-    # When it is needed last: a result until all works of a tile are done; what is held, in memory
-    # of its own or where the only tile of a block has made it, until the block is done.
+    # A result is needed until all works of a tile are done. What is held is needed until the block
+    # is done: in memory of its own, or, if the block has but one tile, where that has made it.
     last = dict.fromkeys((made.number for made in body.results), tiles)
-    if not is_held:
+    if not body.holds:
         last.update(dict.fromkeys(held, end))
-    of_tile = _buffers(body.works, 0, of_tiles.values(), last, set(held) if is_held else ())
+    of_tile = _buffers(body.works, 0, of_tiles.values(), last, held if body.holds else ())
     of_block = _buffers(body.closing, tiles, of_blocks.values(), {}, ())
-    for number in held if is_held else ():
+    for number in held if body.holds else ():
         size_bytes = max(values[number].nbytes for values in of_blocks.values())
         of_block[number] = _Buffer(0, end, size_bytes)
     every = [
@@ -77,7 +82,9 @@ def with_places(body: Body, metas: Sequence[TensorMeta]) -> Body:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory of a value: for which works it is needed, its size, and where it lies."""
+    """Memory of a value: the first and the last work for which it is needed, its size, and where it
+    begins in scratch memory; None if it has no place there.
+    """
 
     first: int
     last: int
@@ -92,15 +99,17 @@ def _buffers(
     last: dict[int, int],
     others: Collection[int],
 ) -> dict[int, _Buffer]:
-    """Memory for what works make and can write elsewhere, by numbers, whatever the size of a tile.
+    """Memory for each value that works make and can write to memory that they are given: as much as
+    the largest tile needs.
 
     Args:
         works: these.
         first: the number of the first of them.
-        found: for each number of elements, what is made. What lies in the memory of something else
-            is left out of it.
-        last: when what is needed longer than by these works is needed last.
-        others: what has memory already.
+        found: for each number of elements, the values that the works make. Those that get no memory
+            here are taken out.
+        last: by number, the last work that needs a value, for those that are needed when these
+            works are done. The others are added.
+        others: numbers of values that get memory elsewhere.
     """
     for place, work in enumerate(works, first):
         for number in (*work.makes, *refs_of([(work.args, work.kwargs)])):
@@ -137,8 +146,8 @@ def _places(
 
 
 def _made(body: Body, metas: Sequence[TensorMeta]) -> tuple[dict[int, _Values], dict[int, _Values]]:
-    """What all works make in memory of their own, without memory: for each number of elements that
-    tiles have, and that blocks have.
+    """The values that works make in memory other than the inputs', as tensors without memory: for
+    each number of elements that tiles have, and for each number that blocks have.
     """
     given: list[Any] = [
         torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
@@ -148,7 +157,7 @@ def _made(body: Body, metas: Sequence[TensorMeta]) -> tuple[dict[int, _Values], 
     inputs = given + [1.0] * (len(body.inputs) - len(given))
     of_tiles: dict[int, _Values] = {length: {} for _, length in body.intervals()}
     of_blocks: dict[int, _Values] = {count: {} for _, count in body.blocks()}
-    every = []  # what is freed would give its pointer to another
+    every: list[Tensor] = []  # all values stay alive, so that no two storages have one pointer
     for works, found, closes in (
         (body.works, of_tiles, False),
         (body.closing, of_blocks, True),
@@ -157,8 +166,11 @@ def _made(body: Body, metas: Sequence[TensorMeta]) -> tuple[dict[int, _Values], 
             known = body.values(inputs, 0, count)
             for one in body.held if closes else ():
                 known[one.number] = one.empty(given[0], count)
-                if body.block > body.length:
+                if body.holds:
                     values[one.number] = known[one.number]
+                else:  # a value of the tile
+                    storages.add(c_pointer(known[one.number].untyped_storage()))
+                    every.append(known[one.number])
 
             def note(number: int, value: Tensor, _: int, __: int, into: _Values = values) -> None:
                 every.append(value)
@@ -172,7 +184,7 @@ def _made(body: Body, metas: Sequence[TensorMeta]) -> tuple[dict[int, _Values], 
 
 
 def _on_meta(work: Work) -> Work:
-    """The same for tensors without memory."""
+    """The work on tensors without memory: where it names a device, it names theirs."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -186,7 +198,7 @@ def _on_meta(work: Work) -> Work:
 
 
 def _can_be_told(work: Work, value: Tensor) -> bool:
-    """Whether a work makes one result, in memory of its own, that it could write elsewhere."""
+    """Whether a work makes one result, fills a memory with it, and can write it to another."""
     if work.returns_sequence or into(work.target) is None:
         return False
     if value.nbytes != value.untyped_storage().nbytes():

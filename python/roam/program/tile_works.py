@@ -29,7 +29,9 @@ def add_rows(total: Tensor, is_first: bool, grad: Tensor, indices: Tensor, paddi
     own, grad = indices.flatten(), grad.reshape(-1, grad.shape[-1])
     rows = total.shape[0]
     before = torch.arange(rows, device=own.device)
-    for piece in pieces(grad, max(grad.itemsize, torch.int64.itemsize // grad.shape[1])):
+    # Each piece takes what the total takes, too.
+    row_bytes = max(grad.itemsize * grad.shape[1], torch.int64.itemsize)
+    for piece in pieces(grad, -(-row_bytes // grad.shape[1]), least=rows):
         at, new = own[piece].to(torch.int64), grad[piece]
         if not is_first:
             at, new = torch.cat([before, at]), torch.cat([total, new])
@@ -126,8 +128,9 @@ def less_share_of_one(
     grad: Tensor, output: Tensor, total: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Some columns of the gradient of a log-softmax, of rows in which no more than one element of
-    what comes in is not zero. Where it is not among the columns, it takes the first one's place, so
-    that the very kernel gets the whole rows' sums; the first column is then made apart.
+    what comes in is not zero. The very kernel has to sum what the whole row has. So where that
+    element is not among the columns, the first column stands in for it, and the result of the first
+    column is computed apart.
     """
     made = grad.clone(memory_format=torch.contiguous_format) if out is None else out
     if out is not None and out is not grad:
@@ -144,13 +147,15 @@ def less_share_of_one(
     return made
 
 
-def pieces(tensor: Tensor, element_bytes: int | None = None) -> list[slice]:
-    """Rows of a tensor in pieces of about `_PIECE_BYTES`; one of a tensor without memory."""
+def pieces(tensor: Tensor, element_bytes: int | None = None, least: int = 1) -> list[slice]:
+    """Rows of a tensor in pieces of about `_PIECE_BYTES`, of no fewer than `least` rows; one piece
+    of a tensor without memory.
+    """
     if tensor.is_meta:
         return [slice(None)]
     rows = tensor.shape[0]
     whole_bytes = tensor.numel() * (element_bytes or tensor.itemsize)
-    each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), 1)
+    each = max(rows * _PIECE_BYTES // max(whole_bytes, 1), least)
     return [slice(start, start + each) for start in range(0, rows, each)]
 
 

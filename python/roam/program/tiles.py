@@ -157,11 +157,11 @@ class Body:
             the work that changes it makes.
         over: (place among the inputs, place among the results): what may take the memory of what is
             given.
-        scratch_bytes: of a result more, in which values of tiles lie; without one if 0. Nobody
-            reads it.
-        places: where what works make lies in that, for each number of elements of tiles.
-        closing_places: where what is held, and what is made when a block ends, lies in it, for each
-            number of elements of blocks.
+        scratch_bytes: of the scratch memory, one more result, in which values of tiles lie; 0 if
+            there is none.
+        places: for each number of elements that tiles have, where what works make lies in it.
+        closing_places: for each number of elements that blocks have, where what is held, and what
+            is made when a block ends, lies in it.
     """
 
     size: int
@@ -217,6 +217,11 @@ class Body:
             assert all(place != one for one, _ in self.changed)
 
     @property
+    def holds(self) -> bool:
+        """Whether blocks have several tiles, so that what is held has memory of its own."""
+        return self.block > self.length
+
+    @property
     def tiles(self) -> int:
         """How many there are."""
         return sum(1 for _ in self.intervals())
@@ -231,7 +236,7 @@ class Body:
             yield from _intervals(start, start + length, self.length)
 
     def outs(self, device: torch.device) -> list[Tensor]:
-        """Memory for all results."""
+        """Memory for all results, and for what is scratch behind them."""
         made = [
             torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
             for one in self.results
@@ -268,7 +273,7 @@ class Body:
         return self.size / sum(count for _, count in some)
 
     def _room(self, outs: Sequence[Tensor]) -> _Room:
-        """All places, as tensors."""
+        """All places, as tensors in the last of the results."""
 
         def there(place: Place) -> Tensor:
             scratch = outs[-1]
@@ -294,9 +299,11 @@ class Body:
         of_tiles, of_blocks = room
         whole = of_blocks.get(count, {})
         held: dict[int, Tensor] = {}
-        if self.block > self.length:
+        if self.holds:
             held = {
-                one.number: whole[one.number] if whole else one.empty(inputs[0], count)
+                one.number: whole[one.number]
+                if one.number in whole
+                else one.empty(inputs[0], count)
                 for one in self.held
             }
         for start, length in _intervals(first, first + count, self.length):
@@ -312,12 +319,12 @@ class Body:
                     run_work(work, values, start, length, places, seen)
                 else:
                     _add(work, outs, values, start, length)
-            for result, out in zip(self.results, outs, strict=False):
+            for result, out in zip(self.results, outs[: len(self.results)], strict=True):
                 if result.cut is not None:
                     part_of(out, result.cut, start, length).copy_(values[result.number])
         if not self.closing:
             return
-        if self.block <= self.length:  # one tile is the block
+        if not self.holds:  # one tile is the block
             held = {one.number: values[one.number] for one in self.held}
         del places, values
         values = self.values(inputs, first, count)
@@ -343,7 +350,8 @@ class Body:
 
 
 _Room = list[dict[int, dict[int, Tensor]]]
-"""Of tiles, and of blocks: by the number of elements, where values lie by their numbers."""
+"""For tiles, and then for blocks: for each number of elements, the memory of values by their
+numbers."""
 
 
 def _intervals(first: int, end: int, length: int) -> Iterator[tuple[int, int]]:
@@ -393,7 +401,10 @@ def refs_of(value: Any) -> list[int]:
     return found
 
 
-def _filled_over(value: Tensor, mask: Tensor, other: Any, *, out: Tensor) -> Tensor:
+_COPIES = frozenset((aten._to_copy.default, aten.clone.default))
+
+
+def _masked(value: Tensor, mask: Tensor, other: Any, *, out: Tensor) -> Tensor:
     if out is not value:
         out.copy_(value)
     return out.masked_fill_(mask, other)
@@ -421,14 +432,14 @@ OVER: dict[Any, tuple[Any, str]] = (
             (aten.tanh_backward.default, "grad_input", "grad_input"),
         )
     }
-    | {aten.masked_fill.Scalar: (_filled_over, "out")}
+    | {aten.masked_fill.Scalar: (_masked, "out")}
     | {work: (work, "out") for work in (less_exponential, less_share_of_one, safe_softmax)}
 )
 """What may write its result over its first argument, if that has the result's shape and dtype: the
-overload that does, and what it calls the result."""
+kernel that does, and the argument for the result."""
 
 
-def _to_copy(value: Tensor, *, out: Tensor, **kwargs: Any) -> Tensor:
+def _copied(value: Tensor, *, out: Tensor, **kwargs: Any) -> Tensor:
     return out.copy_(value)
 
 
@@ -438,13 +449,14 @@ def _reshaped(value: Tensor, shape: Any, *, out: Tensor) -> Tensor:
 
 @functools.cache
 def into(target: Any) -> tuple[Any, str, frozenset[str]] | None:
-    """What writes the one result of a target where it is told, what it calls the result, and
-    arguments that it does not take; None if nothing does.
+    """(kernel, name, dropped): the kernel that writes a target's one result to memory that it is
+    given, the argument for that memory, and the target's arguments that the kernel does not take;
+    None if there is none.
     """
     if target in OVER:
         return *OVER[target], frozenset()
-    if target in (aten._to_copy.default, aten.clone.default):
-        return _to_copy, "out", frozenset()
+    if target in _COPIES:
+        return _copied, "out", frozenset()
     if target is read_rows:
         return read_rows, "out", frozenset()
     if target is aten.reshape.default:  # one that copies
@@ -465,11 +477,11 @@ def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Te
         return work.target(*args, **kwargs)
     target, name, dropped = found
     kept = {key: value for key, value in kwargs.items() if key not in dropped}
-    if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
+    if _is_pointwise(target):
         wide = {at: arg for at, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dim()}
         is_mixed = any(arg.dtype != place.dtype for arg in wide.values())
         if is_mixed and all(
-            arg.shape == place.shape and arg.is_contiguous() for arg in wide.values()
+            arg.shape == place.shape and arg.is_contiguous() for arg in (*wide.values(), place)
         ):  # the kernel copies what has another dtype
             flat = place.view(-1)
             for piece in pieces(flat):
@@ -483,10 +495,12 @@ def _called(work: Work, args: tuple[Any, ...], kwargs: dict[str, Any], place: Te
 
 
 def writes_anywhere(work: Work) -> bool:
-    """Whether a work writes by elements, however these lie."""
-    copies = (aten._to_copy.default, aten.clone.default)
-    is_pointwise = isinstance(work.target, OpOverload) and torch.Tag.pointwise in work.target.tags
-    return is_pointwise or work.target in copies
+    """Whether a work computes element by element, so that its result may have any strides."""
+    return work.target in _COPIES or _is_pointwise(work.target)
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

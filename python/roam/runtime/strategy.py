@@ -681,7 +681,7 @@ class _Chooser:
             total_bytes, parts = estimates[-1]
             if total_bytes <= limit_bytes:
                 estimates = [one for one in estimates if one[0] < _REACH * limit_bytes]
-            if total_bytes > limit_bytes:  # operators have to run again
+            else:  # operators have to run again
                 total_bytes, finer = self._least_by_parts(
                     program, gone, most, parts, limit_bytes, refused
                 )
@@ -732,8 +732,8 @@ class _Chooser:
         limit_bytes: int,
         refused: Collection[Part],
     ) -> list[tuple[int, int]]:
-        """(bytes, parts), of estimates of which the last keeps within a limit if operators run
-        again: those from the fewest parts that do, since larger tiles take less time.
+        """The last of some estimates, (bytes, parts), keeps within a limit if operators run again.
+        Returned are those from the fewest parts that do so, since larger tiles take less time.
         """
         first, last = 0, len(estimates) - 1
         while first < last:
@@ -811,7 +811,7 @@ class _Chooser:
         Args:
             cutter: of these tensors.
             part_bytes, limit_bytes, most_s: these.
-            most_cost: tiles that do not cost less are not tried.
+            most_cost: tiles that do not cost less than this are not tried.
             tries_all: whether a way for which there is no plan is tried too: if it is not exact,
                 there may be a plan for the next one. Mostly there is none, and trials take long.
         """
@@ -865,7 +865,7 @@ class _Chooser:
                 break
             choice, _ = self._way_by_tiles(found)
             if self._untried is not None:  # smaller ones may have room
-                if self._untried.trial_bytes == lacked_bytes:
+                if self._untried.trial_bytes == lacked_bytes:  # but these did not
                     break
                 lacked_bytes = self._untried.trial_bytes
                 continue
